@@ -3,6 +3,7 @@ package core
 import (
 	"fmt"
 	"runtime"
+	"strings"
 	"testing"
 
 	"github.com/deepep-go/deepep/core/op"
@@ -257,4 +258,23 @@ func (p *player) lowLatency(what string) error {
 	}
 	half.Phases = Recv
 	return p.LowLatencyDispatch(half, &Call{})
+}
+
+// The CPU engine takes the setting, says that it changes nothing, and goes on.
+func TestLowLatencyTransferOnTheCPU(t *testing.T) {
+	needEngine(t)
+	t.Setenv("DEEPEP_LL_TRANSFER", "copy")
+	warnings := collectWarnings(t)
+	onRanks(t, 2, BufferOptions{Engine: EngineCPU, LowLatency: true, NumRDMABytes: 1 << 22}, func(m *member) {
+		m.check(!m.Info().LLCopies, "the CPU engine has no copy engines")
+		l := newLowLatency(&m.pin, m.rank, m.size, 3, 4, 128, 2, 4)
+		a := l.dispatch(Send, false)
+		m.must(m.LowLatencyDispatch(a, &Call{}))
+		a.Phases = Recv
+		m.must(m.LowLatencyDispatch(a, &Call{}))
+	})
+	const want = "DEEPEP_LL_TRANSFER=copy changes nothing: the engine cpu has no copy engines"
+	if got := warnings(); len(got) != 1 || !strings.Contains(got[0], want) {
+		t.Errorf("got %q, want %q once", got, want)
+	}
 }

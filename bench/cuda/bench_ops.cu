@@ -5,9 +5,10 @@
 //   nvcc -std=c++17 -O2 -arch=sm_90 -Ikernels -Invshmem -o build/bin/bench_ops bench/cuda/*.cu
 //   bench_ops LIBRARY [ranks=4] [devices=4] [tokens=4096] [hidden=7168] [topk=8] [experts=256] [sms=16,20,24]
 //             [iterations=30] [isa=0] [nvl_mb=512] [rdma_mb=84] [nodes=1]
-//             [mode=check|normalcheck|llcheck|normal|routed|sweep|ll|llsweep|lltimeline|host|times|all|nodes]
-//             [max_tokens=128] [zipf=0] [local=0] [stats=1]
+//             [mode=check|normalcheck|llcheck|normal|routed|sweep|ll|llsweep|lltimeline|host|overlap|times|all|nodes]
+//             [max_tokens=128] [zipf=0] [local=0] [stats=1] [copies=0]
 //
+// copies=1: rows of low-latency dispatch's send halves cross by copy engines (DK_TEAM_LL_COPY).
 // mode=nodes, nodes=2: normal mode across nodes; checks (mode=normalcheck) work there too. Each process needs
 // libnvshmem_host.so.3 in LD_LIBRARY_PATH. Of a library built with -DDEEPEP_TIMELINE it also says where warps spend
 // their time, by role.
@@ -41,6 +42,7 @@ void *run_rank(void *argument) {
   if (g_mode == "lltimeline") timeline_low_latency(rank);
   if (g_mode == "host") time_host(rank);
   if (g_mode == "nodes") time_nodes(rank, g_sms);
+  if (g_mode == "overlap") time_overlap(rank);
   if (g_mode == "ll" || g_mode == "times" || g_mode == "all") time_low_latency(rank);
   rank.meet();
   return nullptr;
@@ -87,6 +89,8 @@ void parse(int argc, char **argv) {
       s.share_by_descriptor = number == 0;
     else if (name == "stats")
       s.keep_stats = number != 0;
+    else if (name == "copies")
+      s.copies = number != 0;
     else if (name == "mode")
       g_mode = value;
     else if (name == "sms") {

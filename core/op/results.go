@@ -51,6 +51,7 @@ type Info struct {
 	Timeout, FirstTimeout time.Duration // of a wait for a peer; in the first call of an operation
 
 	LowLatency, Shrink bool
+	LLCopies           bool // copy engines move rows of low-latency halves (DEEPEP_LL_TRANSFER)
 	Ready              bool // the start is complete
 }
 

@@ -148,6 +148,7 @@ const (
 	CapChunks       = 32
 	CapRoutedNodes  = 64  // teams that span nodes take calls with a routing
 	CapRoutedShrink = 128 // teams that shrink, on one node, take calls with a routing
+	CapLLCopy       = 256 // DK_TEAM_LL_COPY changes how rows cross
 )
 
 // How memory is shared among processes.
@@ -185,6 +186,7 @@ const (
 	TeamShrink      = 1
 	TeamLowLatency  = 2
 	TeamLLTransport = 4 // low-latency calls reach every other rank through the transport, mapped or not
+	TeamLLCopy      = 8 // rows of dispatch's send halves cross by copy engines; all ranks have it or none
 )
 
 // As DEEPEP_ROUTING_* in deepep.h. Teams that span nodes need DK_ROUTING_NONE, or DK_CAP_ROUTED_NODES.

@@ -216,6 +216,7 @@ func (b *Buffer) open() (err error) {
 	if err := b.checkReach(); err != nil {
 		return err
 	}
+	b.mentionTransfer()
 	if err := b.measure(); err != nil {
 		return err
 	}

@@ -9,6 +9,7 @@ import (
 
 	"github.com/deepep-go/deepep/core/op"
 	"github.com/deepep-go/deepep/internal/engine"
+	"github.com/deepep-go/deepep/internal/plan"
 	"github.com/deepep-go/deepep/internal/status"
 )
 
@@ -231,5 +232,28 @@ func BenchmarkLaunch(b *testing.B) {
 				}
 			}
 		})
+	}
+}
+
+// Copy engines move rows where the setting asks for them, the buffer is for low latency and its ranks are one node.
+func TestWhoMovesLowLatencyRows(t *testing.T) {
+	lib := fakeLibrary(t, "libfake.so")
+	for _, c := range []struct {
+		transfer   plan.Transfer
+		lowLatency bool
+		want       bool
+	}{{plan.AutoTransfer, true, false}, {plan.SMTransfer, true, false}, {plan.CopyTransfer, true, true}, {plan.CopyTransfer, false, false}} {
+		o := rigOptions(lib, plan.Topology{Ranks: 1, Peers: 8})
+		o.LLTransfer, o.LowLatency = c.transfer, c.lowLatency
+		b, err := engine.New(context.Background(), &alone{}, o)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if got := b.Info().LLCopies; got != c.want {
+			t.Errorf("%+v: got %v", c, got)
+		}
+		if err := b.Destroy(); err != nil {
+			t.Error(err)
+		}
 	}
 }

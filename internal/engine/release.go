@@ -279,7 +279,11 @@ func (b *Buffer) stopTeam() error {
 	if b.captured {
 		p.Captured = 1
 	}
-	return kern.Error("dk_team_release", b.opt.Library.TeamRelease(p), p.DeviceError)
+	code := b.opt.Library.TeamRelease(p)
+	if status.Code(code) == status.Unsupported && b.captured && b.copiesRows() {
+		return status.Errorf(status.Unsupported, "graphs hold copies of low-latency rows (DEEPEP_LL_TRANSFER=copy), which replays would go on with: destroy the buffer and make a new one")
+	}
+	return kern.Error("dk_team_release", code, p.DeviceError)
 }
 
 // dropSegments ends the use of all segments: a rank's own stays its user's, the peers' mappings go.

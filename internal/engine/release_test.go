@@ -106,3 +106,23 @@ func TestReplaysOfBefore(t *testing.T) {
 		t.Errorf("a replay has nothing to look at: %s", trace)
 	}
 }
+
+// Copies in captured graphs would go on to memory that is not there: the library refuses, the buffer stays as it was.
+func TestNoReleaseWithCapturedCopies(t *testing.T) {
+	lib := fakeLibrary(t, "libfake.so")
+	o := rigOptions(lib, plan.Topology{Ranks: 1, Peers: 8})
+	o.LLTransfer = plan.CopyTransfer
+	b, err := engine.New(context.Background(), &alone{}, o)
+	if err != nil {
+		t.Fatal(err)
+	}
+	r := watch(t, b, lib)
+	r.capturing(2)
+	r.must(r.Barrier(&engine.Call{Stream: 2}))
+	r.capturing(0)
+	if err := r.Release(-1); !errors.Is(err, status.ErrUnsupported) || !strings.Contains(err.Error(), "DEEPEP_LL_TRANSFER=copy") {
+		t.Errorf("got %v", err)
+	}
+	r.must(r.Barrier(&engine.Call{Stream: 1}))
+	r.must(r.Destroy())
+}

@@ -211,7 +211,28 @@ func (b *Buffer) teamFlags() (flags uint32) {
 			flags |= abi.TeamLLTransport
 		}
 	}
+	if b.copiesRows() {
+		flags |= abi.TeamLLCopy
+	}
 	return flags
+}
+
+// copiesRows reports whether copy engines move rows of low-latency halves.
+func (b *Buffer) copiesRows() bool {
+	lib := b.opt.Library
+	return b.opt.LowLatency && b.opt.LLTransfer.ByCopies() && lib != nil && lib.Has(abi.CapLLCopy) && !b.usesTransport()
+}
+
+// mentionTransfer says that the setting changes nothing, where somebody has made it.
+func (b *Buffer) mentionTransfer() {
+	if !b.opt.LowLatency || !b.opt.LLTransfer.ByCopies() || b.copiesRows() {
+		return
+	}
+	why := "the engine " + b.opt.Library.Kind + " has no copy engines"
+	if b.usesTransport() {
+		why = "rows of this buffer go through queue pairs"
+	}
+	WarnOnce(b.log, "DEEPEP_LL_TRANSFER=copy changes nothing: "+why)
 }
 
 // losePeer discards what is queued for a rank that has died or left, so that no call waits for its queue pairs.

@@ -205,9 +205,10 @@ enum {
   DK_CAP_PEER_ROWS = 4,   /* dispatch can write straight into a registered segment of the receiver (recv_segment) */
   DK_CAP_SM90 = 8,
   DK_CAP_FP8_HARDWARE = 16,
-  DK_CAP_CHUNKS = 32,        /* normal mode moves rows in chunks of the size that a call names, not of its own choice */
-  DK_CAP_ROUTED_NODES = 64,  /* teams that span nodes take calls with a routing */
-  DK_CAP_ROUTED_SHRINK = 128 /* teams that shrink, on one node, take calls with a routing */
+  DK_CAP_CHUNKS = 32,       /* normal mode moves rows in chunks of the size that a call names, not of its own choice */
+  DK_CAP_ROUTED_NODES = 64, /* teams that span nodes take calls with a routing */
+  DK_CAP_ROUTED_SHRINK = 128, /* teams that shrink, on one node, take calls with a routing */
+  DK_CAP_LL_COPY = 256        /* DK_TEAM_LL_COPY changes how rows cross */
 };
 typedef struct dk_info_params {
   DK_HEADER;
@@ -615,7 +616,8 @@ int32_t dk_ll_layout(dk_ll_layout_params *p);
 enum {
   DK_TEAM_SHRINK = 1,
   DK_TEAM_LOW_LATENCY = 2,
-  DK_TEAM_LL_TRANSPORT = 4 /* low-latency calls reach every other rank through the transport, mapped or not */
+  DK_TEAM_LL_TRANSPORT = 4, /* low-latency calls reach every other rank through the transport, mapped or not */
+  DK_TEAM_LL_COPY = 8       /* rows of dispatch's send halves cross by copy engines; all ranks have it or none */
 };
 typedef struct dk_team_create_params {
   DK_HEADER;

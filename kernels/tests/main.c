@@ -53,6 +53,7 @@ static const struct group *const process_groups[] = {&process_cases, &transport_
   X(team)         \
   X(release)      \
   X(statistics)   \
+  X(ll_copy)      \
   X(random)
 #define TRANSPORT_GROUPS(X) \
   X(transport)              \

@@ -246,6 +246,8 @@ class BufferInfo(ctypes.Structure):
         ("rdma_team_stride", I32),
         ("rdma_team_size", I32),
         ("reserved0", I32),
+        ("ll_copies", I32),
+        ("reserved1", I32),
     ]
 
 

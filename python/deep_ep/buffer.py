@@ -960,6 +960,11 @@ class Buffer:
         return list(self._core.rdma_team)
 
     @property
+    def ll_transfer(self) -> str:
+        """What moves rows of low-latency dispatch in halves inside a node: "sm" or "copy" (DEEPEP_LL_TRANSFER)."""
+        return self._core.ll_transfer
+
+    @property
     def device(self) -> Any:
         """The torch.device of the buffer's tensors."""
         return self._core.device

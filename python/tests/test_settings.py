@@ -139,3 +139,31 @@ def rank_options(ctx, folder):
 def test_options_without_effect(pool, tmp_path):
     pool.stop()  # a process warns once
     pool.run(2, rank_options, str(tmp_path))
+
+
+def rank_transfers(ctx, folder):
+    """DEEPEP_LL_TRANSFER: halves give the same; who has no copy engines says that it changes nothing; ranks agree."""
+    from deep_ep import DeepEPError
+
+    os.environ["DEEPEP_LL_TRANSFER"] = "copy"
+    try:
+        with Log(ctx, folder) as log, lowlat.buffer_of(ctx, LL_CASE, 16, num_nvl_peers=ctx.size) as buffer:
+            assert buffer.ll_transfer == ("sm" if ctx.engine == "cpu" else "copy")
+            for _ in range(3):
+                lowlat.combine_and_check(
+                    ctx, buffer, lowlat.dispatch_and_check(ctx, buffer, LL_CASE, 16, return_recv_hook=True)
+                )
+                lowlat.combine_and_check(ctx, buffer, lowlat.dispatch_and_check(ctx, buffer, LL_CASE, 16))
+        assert len(log.lines("DEEPEP_LL_TRANSFER=copy changes nothing")) == (1 if ctx.engine == "cpu" else 0), (
+            log.lines()
+        )
+        if ctx.engine != "cpu":
+            os.environ["DEEPEP_LL_TRANSFER"] = "copy" if ctx.rank == 0 else "sm"
+            with pytest.raises(DeepEPError, match="ranks disagree on .*DEEPEP_LL_TRANSFER"):
+                lowlat.buffer_of(ctx, LL_CASE, 16, num_nvl_peers=ctx.size).__enter__()
+    finally:
+        del os.environ["DEEPEP_LL_TRANSFER"]
+
+
+def test_transfers(pool, tmp_path):
+    pool.run(4, rank_transfers, str(tmp_path))

@@ -73,7 +73,7 @@ int32_t fake_capture(uint64_t *stream) {
 
 int32_t dk_info(dk_info_params *p) {
   p->abi_version = DK_ABI_VERSION;
-  p->caps = DK_CAP_GRAPH | DK_CAP_PEER_ROWS;
+  p->caps = DK_CAP_GRAPH | DK_CAP_PEER_ROWS | DK_CAP_LL_COPY;
   p->num_devices = 1;
   strcpy(p->kind, "fake");
   strcpy(p->build, "1");
@@ -199,7 +199,9 @@ static const char *given(const uint64_t *blocks, int32_t ranks) {
   text[ranks] = 0;
   return text;
 }
+static uint32_t team_flags;
 int32_t dk_team_create(dk_team_create_params *p) {
+  team_flags = p->flags;
   if (p->transport && p->num_ranks == 5)
     return DK_EUNSUPPORTED; /* the number of ranks that stands for kernels without a transport */
   NOTE("team flags %d blocks %s transport %d\n", (int)p->flags,
@@ -216,6 +218,7 @@ int32_t dk_team_destroy(dk_team_destroy_params *p) {
 }
 
 int32_t dk_team_release(dk_team_release_params *p) {
+  if (p->captured && team_flags & DK_TEAM_LL_COPY) return DK_EUNSUPPORTED;
   NOTE("team stops%s\n", p->captured ? " after graphs" : "");
   return 0;
 }

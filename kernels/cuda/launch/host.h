@@ -21,6 +21,7 @@ namespace deepep {
 
 struct Team;
 struct InternodeTeam;  // launch/internode.h
+struct Copies;         // launch/copies.h
 struct Device {
   int ordinal = 0, num_sms = 0, cc_major = 0, cc_minor = 0;
   bool bulk = false;      // use the Hopper kernels
@@ -49,6 +50,7 @@ struct Team {
   void *scratch = nullptr;
   void *peers = nullptr;
   InternodeTeam *internode = nullptr;  // of a team with a transport
+  Copies *copies = nullptr;            // of a team with DK_TEAM_LL_COPY
 };
 
 // Driver functions, found at run time: the library does not link with libcuda.

@@ -1,6 +1,7 @@
 // low_latency.cu - launches of the low-latency mode.
 #include "cuda/impl/low_latency/combine.cuh"
 #include "cuda/impl/low_latency/dispatch.cuh"
+#include "cuda/launch/copies.h"
 #include "cuda/launch/internode.h"
 #include "cuda/launch/low_latency.h"
 
@@ -44,6 +45,39 @@ int32_t fill_params(const Args *p, const Team *team, uint32_t op, LowLatencyPara
   return DK_OK;
 }
 
+// With DK_TEAM_LL_COPY, before a kernel that sends: slots are used in turn, each once its copies have ended.
+template <class Args>
+cudaError_t choose_slot(Team *team, LowLatencyParams<Args> &params) {
+  if (team->copies == nullptr || (params.phases & DK_PHASE_SEND) == 0) return cudaSuccess;
+  const OnDevice on(team->device);
+  params.second_slot = static_cast<uint32_t>(team->copies->slot);
+  return on.error() == cudaSuccess ? join_copies(team, team->copies->slot, stream_of(params.stream), true) : on.error();
+}
+// After the kernel.
+template <class Args>
+void use_slot(Team *team, const LowLatencyParams<Args> &params) {
+  if (team->copies == nullptr || (params.phases & DK_PHASE_SEND) == 0) return;
+  team->copies->slot ^= 1;
+  team->copies->slot_of_ticket[params.ticket] = static_cast<int>(params.second_slot);
+}
+
+// Rows of a send half by copy engines: the kernel packs them, copies follow. Of a receive half: the caller's stream
+// goes on once this rank's own copies have ended, too.
+template <class Run>
+int32_t launch_half(dk_ll_dispatch_params *p, Team *team, LowLatencyDispatchParams &params, Run run) {
+  const OnDevice on(team->device);
+  const bool packs = p->phases == DK_PHASE_SEND && p->num_tokens > 0 && team->view.num_ranks > 1;
+  cudaError_t error = on.error();
+  if (error == cudaSuccess && packs) error = open_outbox(team, &params);
+  if (error != cudaSuccess) return device_failure(p, error);
+  const int32_t code = run();
+  if (code != DK_OK) return code;
+  if (packs) error = send_outbox(team, params);
+  if (p->phases == DK_PHASE_RECV)
+    error = join_copies(team, team->copies->slot_of_ticket[p->ticket], stream_of(p->stream), false);
+  return error == cudaSuccess ? static_cast<int32_t>(DK_OK) : device_failure(p, error);
+}
+
 }  // namespace
 
 cudaError_t load_low_latency_kernels() {
@@ -85,8 +119,15 @@ DK_EXPORT int32_t dk_ll_dispatch(dk_ll_dispatch_params *p) {
                tables = 4 * (p->num_experts + num_ranks) + sizeof(LowLatencyCall) * num_ranks;
   const size_t shared = align_up<size_t>(8 * num_ranks, 16) + max<size_t>(tables, 2 * kTileCodes);
   if (shared > kMaxTables) return DK_EUNSUPPORTED;
-  return launch(p, team, deep_ep::internode_ll::dispatch, low_latency_blocks(team, p->num_sms, p->num_max_tokens),
-                shared, d);
+  const cudaError_t error = choose_slot(team, d);
+  if (error != cudaSuccess) return device_failure(p, error);
+  const auto run = [&] {
+    return launch(p, team, deep_ep::internode_ll::dispatch, low_latency_blocks(team, p->num_sms, p->num_max_tokens),
+                  shared, d);
+  };
+  const int32_t result = team->copies != nullptr ? launch_half(p, team, d, run) : run();
+  if (result == DK_OK) use_slot(team, d);
+  return result;
 }
 
 DK_EXPORT int32_t dk_ll_combine(dk_ll_combine_params *p) {
@@ -101,8 +142,12 @@ DK_EXPORT int32_t dk_ll_combine(dk_ll_combine_params *p) {
   const size_t shared =
       (8 + sizeof(LowLatencyCall)) * num_ranks + 4 * (p->num_experts / num_ranks + 1) + 4 * p->num_experts;
   if (shared > kMaxTables) return DK_EUNSUPPORTED;
-  return launch(p, team, deep_ep::internode_ll::combine, low_latency_blocks(team, p->num_sms, p->num_max_tokens),
-                shared, c);
+  const cudaError_t error = choose_slot(team, c);
+  if (error != cudaSuccess) return device_failure(p, error);
+  const int32_t result = launch(p, team, deep_ep::internode_ll::combine,
+                                low_latency_blocks(team, p->num_sms, p->num_max_tokens), shared, c);
+  if (result == DK_OK) use_slot(team, c);
+  return result;
 }
 
 #ifdef DEEPEP_TIMELINE

@@ -5,6 +5,7 @@
 #include <new>
 
 #include "cuda/impl/small_kernels.cuh"
+#include "cuda/launch/copies.h"
 #include "cuda/launch/internode.h"
 #include "cuda/layout/low_latency.cuh"
 
@@ -63,6 +64,7 @@ cudaError_t allocate_scratch(Team *team, const uint64_t *peer_blocks) {
 void free_team(Team *team) {
   // After a dk_stats_flush that timed out, its kernel may still read the scratch and write the caller's page.
   (void)cudaStreamSynchronize(team->device->service);
+  destroy_copies(team);
   internode_team_destroy(team);
   (void)cudaFree(team->scratch);
   (void)cudaFree(team->peers);
@@ -156,6 +158,7 @@ DK_EXPORT int32_t dk_team_create(dk_team_create_params *p) {
   DK_ENTER(p);
   if (!is_sane(p)) return DK_EINVAL;
   if (p->transport == 0 && (p->flags & DK_TEAM_LL_TRANSPORT) != 0) return DK_EUNSUPPORTED;
+  if (p->transport != 0 && (p->flags & DK_TEAM_LL_COPY) != 0) return DK_EUNSUPPORTED;
   const auto *blocks = pointer<const uint64_t>(p->host_peer_blocks);
   for (int r = 0; r < p->num_ranks; ++r)
     if (blocks[r] == 0 && p->transport == 0) return DK_EUNSUPPORTED;
@@ -165,7 +168,8 @@ DK_EXPORT int32_t dk_team_create(dk_team_create_params *p) {
   team->sm_share = p->sm_share;
   team->view = make_view(p);
   const OnDevice on(team->device);
-  const cudaError_t error = on.error() == cudaSuccess ? allocate_scratch(team, blocks) : on.error();
+  cudaError_t error = on.error() == cudaSuccess ? allocate_scratch(team, blocks) : on.error();
+  if (error == cudaSuccess && (p->flags & DK_TEAM_LL_COPY) != 0) error = create_copies(team, blocks);
   if (error != cudaSuccess) {
     free_team(team);
     return device_failure(p, error);
@@ -192,9 +196,11 @@ DK_EXPORT int32_t dk_team_release(dk_team_release_params *p) {
   DK_ENTER(p);
   auto *team = handle_of<Team>(p->team);
   if (team == nullptr) return DK_EINVAL;
-  if (team->internode != nullptr) return DK_EUNSUPPORTED;
+  // Copies in graphs would go on, to memory that is not there.
+  if (team->internode != nullptr || (team->copies != nullptr && team->copies->captured)) return DK_EUNSUPPORTED;
   const OnDevice on(team->device);
   cudaError_t error = on.error();
+  if (error == cudaSuccess && team->copies != nullptr) error = finish_copies(team);
   if (error == cudaSuccess && p->captured != 0) error = cudaDeviceSynchronize();
   if (error == cudaSuccess) error = reset_scratch(team, DK_ESTATE);
   return error == cudaSuccess ? static_cast<int32_t>(DK_OK) : device_failure(p, error);
@@ -276,6 +282,10 @@ DK_EXPORT int32_t dk_clean(dk_clean_params *p) {
     slot = at.slot_bytes;
   }
   const OnDevice on(team->device);
+  for (int i = 0; team->copies != nullptr && i < kLowLatencySlots; ++i) {  // of sends without their receive half
+    const cudaError_t error = join_copies(team, i, stream_of(p->stream), true);
+    if (error != cudaSuccess) return device_failure(p, error);
+  }
   // No rank sends before all have entered; none goes on before all are clean.
   const int32_t code = launch_barrier(p, DK_OP_CLEAN, false);
   if (code != DK_OK) return code;

@@ -24,6 +24,7 @@ struct LowLatencyRouting {
 struct Leftover {
   uint64_t slot[2], slot_bytes;
   uint64_t epoch[DK_MAX_RANKS];  // 0: masked
+  uint32_t at[DK_MAX_RANKS];     // in which slot that call's rows are
 };
 
 // A notify whose num_tokens_per_rank differ from its tokens in ranks: its dispatch is refused, and clears the entry.

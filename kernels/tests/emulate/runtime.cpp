@@ -211,3 +211,12 @@ cudaError_t cudaEventQuery(cudaEvent_t event) {
 cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, cudaMemcpyKind, cudaStream_t stream) {
   return failed(Gpu::get().enqueue(stream, {[=] { memcpy(to, from, bytes); }, nullptr, nullptr}));
 }
+cudaError_t cudaMemcpy2DAsync(void *to, size_t to_pitch, const void *from, size_t from_pitch, size_t width,
+                              size_t height, cudaMemcpyKind, cudaStream_t stream) {
+  if (width > to_pitch || width > from_pitch) return failed(cudaErrorInvalidPitchValue);
+  const auto copy = [=] {
+    for (size_t row = 0; row < height; ++row)
+      memcpy(static_cast<uint8_t *>(to) + row * to_pitch, static_cast<const uint8_t *>(from) + row * from_pitch, width);
+  };
+  return failed(Gpu::get().enqueue(stream, {copy, nullptr, nullptr}));
+}

@@ -9,11 +9,17 @@ namespace deepep {
 
 constexpr uint32_t kAllOnes = 0xffffffffu;
 
-// Which call this is: `epoch` counts low-latency calls, `dispatch` the dispatches among them.
+// Which call this is: `epoch` counts low-latency calls, `dispatch` the dispatches among them. The sender chooses the
+// slot: it is the parity of the epoch, but with DK_TEAM_LL_COPY (see copies.cuh).
 struct LowLatencyCall {
-  uint64_t epoch, dispatch;
-  __device__ int slot() const { return static_cast<int>(epoch % kLowLatencySlots); }
+  uint64_t epoch, dispatch : 63, second_slot : 1;  // 16 bytes: shared memory has one of each rank
+  __device__ int slot() const { return static_cast<int>(second_slot); }
 };
+static_assert(sizeof(LowLatencyCall) == 16, "no padding");
+template <class P>
+__device__ __forceinline__ bool may_copy(const P &p) {
+  return (p.session.team.flags & DK_TEAM_LL_COPY) != 0;
+}
 
 // ---- Places: all in a rank's block ----------------------------------------------------------------------------------
 
@@ -233,15 +239,17 @@ __device__ __noinline__ inline void empty_leftover(const Session &s) {
     for (uint64_t at = 16ull * threadIdx.x; at < left.slot_bytes; at += 16ull * kLlThreads)
       ptx::st_stream(s.team.self + left.slot[slot] + at, uint4{0, 0, 0, 0});
   for (int r = threadIdx.x; r < s.team.num_ranks; r += kLlThreads)
-    if (left.epoch[r] != 0) scratch->consumed[left.epoch[r] % kLowLatencySlots][r] = left.epoch[r];
+    if (left.epoch[r] != 0) scratch->consumed[left.at[r]][r] = left.epoch[r];
   __syncthreads();
   if (threadIdx.x == 0) scratch->unsettled = 0;
 }
 template <class P>
 __device__ __noinline__ inline void leave_rows(const P &p, const LowLatencyCall *calls) {
   Scratch *scratch = p.session.team.scratch;
-  for (int r = threadIdx.x; r < p.session.team.num_ranks; r += kLlThreads)
+  for (int r = threadIdx.x; r < p.session.team.num_ranks; r += kLlThreads) {
     scratch->leftover.epoch[r] = is_masked(p.session, r) ? 0 : calls[r].epoch;
+    scratch->leftover.at[r] = static_cast<uint32_t>(calls[r].slot());
+  }
   if (threadIdx.x != 0) return;
   for (int slot = 0; slot < kLowLatencySlots; ++slot) scratch->leftover.slot[slot] = p.places.slot[slot];
   scratch->leftover.slot_bytes = p.at.slot_bytes;

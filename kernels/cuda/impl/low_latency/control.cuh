@@ -30,9 +30,11 @@ __device__ inline HandshakeMessage low_latency_handshake(const P &p) {
     mine.flags |= (p.topk_weights() != nullptr ? kHandshakeWeights : 0) | (p.num_tokens == 0 ? kHandshakeSilent : 0);
   return mine;
 }
+constexpr uint32_t kSecondSlot = 1u << 31;  // beside the operation
 __device__ inline void store_message(uint64_t *line, const HandshakeMessage &mine, const LowLatencyCall &call) {
   const uint32_t tag = static_cast<uint32_t>(call.epoch);
-  ptx::st_relaxed_sys_pair(line, tagged(tag, static_cast<uint32_t>(mine.hidden_bytes)), tagged(tag, mine.op));
+  ptx::st_relaxed_sys_pair(line, tagged(tag, static_cast<uint32_t>(mine.hidden_bytes)),
+                           tagged(tag, mine.op | (call.slot() != 0 ? kSecondSlot : 0)));
   ptx::st_relaxed_sys_pair(line + 2, tagged(tag, mine.flags), tagged(tag, mine.num_experts));
   ptx::st_relaxed_sys_pair(line + 4, tagged(tag, mine.num_topk), tagged(tag, mine.max_tokens));
   ptx::st_relaxed_sys_pair(line + 6, call.epoch, tagged(tag, static_cast<uint32_t>(call.dispatch)));
@@ -47,7 +49,7 @@ __device__ inline bool load_message(const uint64_t *line, uint64_t epoch, Handsh
 #pragma unroll
   for (int i = 0; i < 6; ++i) all &= has_tag(word[i], static_cast<uint32_t>(epoch));
   theirs.hidden_bytes = static_cast<uint32_t>(word[0]);
-  theirs.op = static_cast<uint32_t>(word[1]);
+  theirs.op = static_cast<uint32_t>(word[1]) & ~kSecondSlot;
   theirs.flags = static_cast<uint32_t>(word[2]);
   theirs.num_experts = static_cast<int32_t>(word[3]);
   theirs.num_topk = static_cast<int32_t>(word[4]);
@@ -106,7 +108,16 @@ __device__ __forceinline__ bool begin_low_latency(const P &p, const EarlyStart &
 }
 template <class P>
 __device__ __forceinline__ LowLatencyCall low_latency_call(const P &p, const EarlyStart &start, bool is_dispatch) {
-  return {start.epoch + (p.sends() ? 1 : 0), start.dispatch + (p.sends() && is_dispatch ? 1 : 0)};
+  const uint64_t epoch = start.epoch + (p.sends() ? 1 : 0);
+  return {epoch, start.dispatch + (p.sends() && is_dispatch ? 1 : 0), may_copy(p) ? p.second_slot : epoch & 1};
+}
+
+// One poll for the slot of a source's call, once its message is there.
+template <class P>
+__device__ __forceinline__ bool find_slot(const P &p, int source, LowLatencyCall &call) {
+  const uint64_t word = ptx::ld_relaxed_sys(low_latency_line(p, own_block(p), call.epoch, source) + 1);
+  call.second_slot = (word & kSecondSlot) != 0;
+  return has_tag(word, static_cast<uint32_t>(call.epoch));
 }
 
 // One poll of find_handshake(), and the number of the source's dispatch.
@@ -123,19 +134,26 @@ __device__ __noinline__ inline bool find_source_call(const P &p, LowLatencyCall 
   const uint64_t dispatch = ptx::ld_relaxed_sys(line_of(copy) + offsetof(LowLatencyHandshakeMessage, dispatch) / 8);
   if (!has_tag(dispatch, static_cast<uint32_t>(epoch))) return false;  // it comes with the next poll
   // Numbers of dispatches differ by less than 2^31.
-  found = {epoch, call.dispatch + static_cast<int64_t>(static_cast<int32_t>(static_cast<uint32_t>(dispatch) -
-                                                                            static_cast<uint32_t>(call.dispatch)))};
-  return true;
+  const int32_t ahead = static_cast<int32_t>(static_cast<uint32_t>(dispatch) - static_cast<uint32_t>(call.dispatch));
+  found = {epoch, call.dispatch + static_cast<int64_t>(ahead), epoch & 1};
+  return !may_copy(p) || find_slot(p, source, found);
 }
 
 // Whole block of a receive half, thread r for source r: writes the call of each source that belongs to this one to
-// shared calls[R]. Only with shrink may it differ from this rank's. Epoch 0: masked, or given up now.
+// shared calls[R]. Only with shrink may its numbers differ from this rank's, and only with DK_TEAM_LL_COPY its slot.
+// Epoch 0: masked, or given up now.
 template <class P>
 __device__ inline void find_source_calls(const P &p, const LowLatencyCall &call, LowLatencyCall *calls) {
   const Session &s = p.session;
   for (int r = threadIdx.x; r < s.team.num_ranks; r += kLlThreads) {
     calls[r] = call;
-    if ((s.team.flags & DK_TEAM_SHRINK) == 0) continue;
+    if ((s.team.flags & DK_TEAM_SHRINK) == 0) {
+      if (!may_copy(p)) continue;
+      const uint64_t start = is_control_block() ? ptx::global_timer_ns() : 0;
+      wait_or_mask(s, r, call.epoch, [&](int64_t &) { return find_slot(p, r, calls[r]); });
+      if (is_control_block()) s.team.scratch->wait_ns[r] += ptx::global_timer_ns() - start;
+      continue;
+    }
     LowLatencyCall found{};
     if (!is_masked(s, r)) {
       const uint64_t start = ptx::global_timer_ns();

@@ -1,6 +1,7 @@
 // dispatch_send.cuh - dispatch, the sending half: a token's row goes once to each rank that holds one of its experts,
 // with a header: the local experts, and the row's position among their rows. Block b sends tokens b, b + W, ...
 #pragma once
+#include "cuda/impl/low_latency/copies.cuh"
 #include "cuda/impl/low_latency/expert_counts.cuh"
 
 namespace deepep {
@@ -44,8 +45,13 @@ __device__ inline void read_route(const LowLatencyDispatchParams &p, const LowLa
     const int n = __popc(leaders & below);
     route->rank[n] = rank;
     const uint32_t number = number_of_token(p, p.session.team.rank, token);
-    route->row[n] = slot_row(p, peers[rank], call, number);
-    route->words[n] = slot_scales(p, peers[rank], call, number);
+    if (p.outbox.rows != nullptr && rank != p.session.team.rank) {
+      route->row[n] = outbox_row(p, rank, token);
+      route->words[n] = outbox_words(p, rank, token);
+    } else {
+      route->row[n] = slot_row(p, peers[rank], call, number);
+      route->words[n] = slot_scales(p, peers[rank], call, number);
+    }
   }
   if (lane == 0) route->num_ranks = __popc(leaders);
 }
@@ -259,6 +265,7 @@ __device__ inline bool send_tokens(const LowLatencyDispatchParams &p, const LowL
       send_nvfp4_row(p, token, route);
     else
       send_row(p, token, route, begin, pattern);
+    if (p.outbox.rows != nullptr) clear_unsent(p, token, route->rank, route->num_ranks);
     mark(kMarkRowOut, threadIdx.x == 0);
     for (int n = threadIdx.x; n < route->num_ranks; n += kLlThreads)  // payload, for the statistics
       add_sent_bytes(p.session, route->rank[n], dispatch_payload(p));

@@ -17,6 +17,14 @@ struct Divisor {
 #endif
 };
 
+// Where a send half whose rows cross by copy engines leaves them: [R, num_tokens] rows of row_bytes and as many of
+// words, in this rank's own memory. Null: rows are stored at their receivers.
+struct Outbox {
+  uint8_t *rows;
+  uint32_t *words;  // of FP8, as in a slot; FP4's scales lie behind a row's values
+  uint32_t row_bytes;
+};
+
 // Offsets in a block, so that no thread has to work them out.
 struct LowLatencyPlaces {
   uint64_t slot[kLowLatencySlots], headers, header_step, row_words[kLowLatencySlots], weights[kWeightCopies];
@@ -29,6 +37,7 @@ struct LowLatencyParams : Args {
   LowLatencyLayout at{};
   LowLatencyPlaces places{};
   Divisor by_local, by_topk;  // experts of a rank, entries of a token
+  uint32_t second_slot = 0;   // with DK_TEAM_LL_COPY: the slot of a call that sends
 
   __device__ bool sends() const { return (Args::phases & DK_PHASE_SEND) != 0; }
   __device__ bool receives() const { return (Args::phases & DK_PHASE_RECV) != 0; }
@@ -45,6 +54,7 @@ struct LowLatencyParams : Args {
 
 struct LowLatencyDispatchParams : LowLatencyParams<dk_ll_dispatch_params> {
   int32_t tile_tokens = 0;  // whose entries fit into shared memory
+  Outbox outbox{};
 
   __device__ const uint8_t *x() const { return pointer<const uint8_t>(dk_ll_dispatch_params::x); }
   __device__ const uint8_t *x_scales() const { return pointer<const uint8_t>(dk_ll_dispatch_params::x_scales); }
