@@ -162,9 +162,12 @@ int32_t launch_dispatch(dk_dispatch_params *p, DispatchParams &params, int block
   if (blocks * Roles::kMetaReceivers < static_cast<int>(num_ranks)) return DK_EUNSUPPORTED;
   const size_t limit = shared_limit<kBulk>(*team->device);
   const bool staged_here = params.recv_segment < 0;
+  params.meta_senders = Roles::meta_senders(
+      params, params.routing == DK_ROUTING_EXPANDED &&
+                  DispatchSplit<kBulk>(true, blocks_apart(params), blocks, static_cast<int>(num_ranks)).apart);
   params.meta_rows = staged_here ? kMetaBatch : kMetaBatchOfMany;
   const size_t buffers = min<size_t>(kMetaBuffers, limit - kSharedForRoles - kMinForStages);
-  while (params.meta_rows > 1 && Roles::meta_senders(params) * meta_space_bytes(params) > buffers) --params.meta_rows;
+  while (params.meta_rows > 1 && params.meta_senders * meta_space_bytes(params) > buffers) --params.meta_rows;
   const size_t roles = dispatch_shared<kBulk>(params, 0);
   if (roles + kMinForStages > limit) return DK_EUNSUPPORTED;
   params.stage_bytes = stage_bytes_for(params.row_bytes, kMaxStageBytes, Roles::kSenders * kSendStages, limit - roles);
@@ -210,10 +213,7 @@ int32_t launch_routed_combine(dk_combine_params *p, CombineParams &params, int b
   if (params.routing == DK_ROUTING_EXPANDED) {
     using Roles = ExpandedRoles<kBulk>;
     if (blocks * Roles::kSenders < static_cast<int>(num_ranks)) return DK_EUNSUPPORTED;
-    params.stage_bytes =
-        stage_bytes_for(params.row_bytes, kMaxTermPiece, Roles::kSenders * kTermStages, limit - kSharedForRoles);
-    const size_t shared =
-        ExpandedShared<kBulk>(num_ranks, params.stage_bytes).bytes + 4ull * Roles::kReducers * reducer_words(params);
+    const size_t shared = ExpandedShared<kBulk>(num_ranks).bytes + 4ull * Roles::kWarps * reducer_words(params);
     if (shared > limit) return DK_EUNSUPPORTED;
     deep_ep::intranode::combine_expanded<kBulk><<<blocks, Roles::kThreads, shared, stream_of(p->stream)>>>(params);
     return launched(p);

@@ -87,7 +87,7 @@ __device__ inline bool set_up_dests(const DispatchParams &p, uint64_t epoch, Dis
 }
 
 // The lowest of this lane's ranks whose ring has no room for the token's row yet; -1: all have room. kFlagged: rows
-// have flags, which the ring counts, also where they go straight to their places.
+// have flags, which the ring counts, also where they go straight to their places; but for this rank's own.
 template <bool kFlagged = false>
 __device__ inline int rank_without_room(const DispatchParams &p, const DispatchDest *dests, uint64_t epoch,
                                         RingPart part, const int32_t *heads) {
@@ -95,7 +95,7 @@ __device__ inline int rank_without_room(const DispatchParams &p, const DispatchD
     const int head = heads[r];
     const auto place_there = static_cast<uint32_t>(head);
     if (place_there >= static_cast<uint32_t>(dests[r].num_rows) || place_there < dests[r].slots ||
-        (part == kPayload && dests[r].direct && !kFlagged))
+        (part == kPayload && (kFlagged ? r == p.session.team.rank : dests[r].direct != 0)))
       continue;
     const RingPlace place = ring_place(head, dests[r].slots);
     if (ptx::ld_acquire_sys(&dests[r].credits[part][place.slot]) != ring_value(epoch, place.lap - 1)) return r;

@@ -16,10 +16,12 @@ struct DispatchRoles {
   static constexpr int kMetaSendersAt = kSenders + kPublishers, kMetaReceiversAt = kMetaSendersAt + kMetaSenders;
   static constexpr int kRowReceiversAt = kMetaReceiversAt + kMetaReceivers;
   static constexpr int kWarps = kRowReceiversAt + kRowReceivers, kThreads = kWarps * kWarp;
-  // Where rows arrive straight at their places, the warps that would receive them send metadata too: it should leave
-  // before the links are full of rows, since its stores queue after those.
-  __host__ __device__ static int meta_senders(const DispatchParams &p) {
-    return kMetaSenders + (p.recv_segment < 0 ? 0 : kRowReceivers);
+  // Metadata should leave before the links are full of rows, since its stores queue after those. So warps that would
+  // receive send it too: those for rows, where rows arrive straight at their places; all that a block of an expanded
+  // dispatch has, where others receive.
+  static constexpr int kAllMetaSenders = kMetaSenders + kMetaReceivers + kRowReceivers;
+  static int meta_senders(const DispatchParams &p, bool expanded_apart) {
+    return expanded_apart ? kAllMetaSenders : kMetaSenders + (p.recv_segment < 0 ? 0 : kRowReceivers);
   }
   __device__ static int meta_sender(const DispatchParams &p, int warp) {  // -1: the warp is none
     if (warp >= kMetaSendersAt && warp < kMetaReceiversAt) return warp - kMetaSendersAt;
@@ -31,17 +33,22 @@ struct DispatchRoles {
 // copying, so where there are enough blocks each does one of the two, and idle senders copy too. Rows of 14 KB gained
 // by that with 24 blocks and lost with 20, rows of 7 KB gained with 16. The form without bulk copies gains most: 475
 // and 910 us became 280 and 514 with 24 blocks. Senders are warps of all blocks: enough to keep the links full; more
-// only make queues longer.
-constexpr int kStagedSenders = 32, kDirectSenders = 36;
+// only make queues longer. Of expanded rows most are written within the GPU: 39 senders took 305 us where metadata took
+// 62.
+constexpr int kStagedSenders = 32, kDirectSenders = 36, kExpandedSenders = 52;
+// Blocks from which on each does one of the two.
+__host__ __device__ inline int blocks_apart(const DispatchParams &p) {
+  return p.routing == DK_ROUTING_EXPANDED ? 0 : p.row_bytes <= 8192 ? 12 : 24;
+}
 template <bool kBulk>
 struct DispatchSplit {
   static constexpr int kCopiers =
       DispatchRoles<kBulk>::kSenders + DispatchRoles<kBulk>::kMetaSenders + DispatchRoles<kBulk>::kRowReceivers;
   int senders, copiers;  // blocks
   bool apart;
-  __device__ DispatchSplit(bool staged_here, uint32_t row_bytes, int blocks, int num_ranks) {
+  __host__ __device__ DispatchSplit(bool staged_here, int least, int blocks, int num_ranks) {
     senders = (13 * blocks + 23) / 24;
-    apart = staged_here && blocks >= (row_bytes <= 8192 ? 12 : 24) && (blocks - senders) * kCopiers >= num_ranks;
+    apart = staged_here && blocks >= least && (blocks - senders) * kCopiers >= num_ranks;
     if (!apart) senders = blocks;
     copiers = apart ? blocks - senders : staged_here ? blocks : 0;
   }
@@ -58,7 +65,7 @@ struct DispatchShared {
     stages = 0;
     dests = kBulk ? align_up<uint32_t>(senders * stages_each * stage_bytes, 128) : 0;
     meta = align_up<uint32_t>(dests + num_ranks * static_cast<uint32_t>(sizeof(DispatchDest)), 16);
-    queues = align_up<uint32_t>(meta + DispatchRoles<kBulk>::meta_senders(p) * meta_space_bytes(p), 16);
+    queues = align_up<uint32_t>(meta + p.meta_senders * meta_space_bytes(p), 16);
     heads = queues + senders * static_cast<uint32_t>(sizeof(SendQueue));
     bytes = align_up<uint32_t>(heads + senders * stages_each * num_ranks * 4, 128);
   }
@@ -140,7 +147,10 @@ __device__ inline void announce_and_await_done(const DispatchParams &p, uint64_t
 template <bool kBulk>
 __device__ inline bool sends_rows(const DispatchParams &p, const DispatchSplit<kBulk> &split) {
   if (warp_id() >= DispatchRoles<kBulk>::kSenders || !split.sends()) return false;
-  return !kBulk || warp_id() < ceil_div(p.recv_segment < 0 ? kStagedSenders : kDirectSenders, split.senders);
+  const int most = p.routing == DK_ROUTING_EXPANDED ? kExpandedSenders
+                   : p.recv_segment < 0             ? kStagedSenders
+                                                    : kDirectSenders;
+  return !kBulk || warp_id() < ceil_div(most, split.senders);
 }
 
 template <bool kBulk, bool kRouted = false>
@@ -219,7 +229,7 @@ __global__ void __launch_bounds__(DispatchRoles<kBulk>::kThreads, 1)
     if (blockIdx.x == 0) shrinks(s.team) ? post_to_members(s, hand) : post_handshake(s, hand);
     if (blockIdx.x == gridDim.x - 1) publish_newest_by_last_warp(s.team);
     prepare_dests(p, dests);
-    const DispatchSplit<kBulk> split(p.recv_segment < 0, p.row_bytes, gridDim.x, s.team.num_ranks);
+    const DispatchSplit<kBulk> split(p.recv_segment < 0, blocks_apart(p), gridDim.x, s.team.num_ranks);
     DispatchJob job = dispatch_job<kBulk>(p, at, epoch, shared);
     auto rows = row_sender<kBulk>(job, queues, shared + at.stages, p.row_bytes, p.stage_bytes);
     if (sends_rows(p, split)) rows.start();

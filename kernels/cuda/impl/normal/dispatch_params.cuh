@@ -28,7 +28,8 @@ struct DispatchParams : dk_dispatch_params {
   Session session{};
   MetaShape meta{};
   uint32_t row_bytes = 0, stage_bytes = 0;
-  uint32_t meta_rows = 0;  // metadata of so many tokens is sent together
+  uint32_t meta_senders = 0;  // warps of a block that send metadata
+  uint32_t meta_rows = 0;     // metadata of so many tokens is sent together
 
   __host__ __device__ bool cached() const { return (flags & DK_DISPATCH_CACHED) != 0; }
   __host__ __device__ bool has_weights() const { return num_topk > 0 && dk_dispatch_params::topk_weights != 0; }

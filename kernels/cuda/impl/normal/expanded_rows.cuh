@@ -1,5 +1,5 @@
 // expanded_rows.cuh - dispatch of expanded rows: where a rank's row goes at each other rank, and the receiving warps,
-// which write it to its other places as it arrives.
+// which write it to its other places as it arrives. Rows that stay at their rank go to all their places at once.
 #pragma once
 #include "cuda/impl/normal/dispatch_meta.cuh"
 
@@ -59,23 +59,27 @@ struct ExpandedJob : DispatchJob {
         if (head >= 0) refuse_head(r, head);
         continue;
       }
-      uint32_t slot = ring_place(head, dests[r].slots).slot;
-      if (dests[r].direct) {
-        const int first = choices == 0 ? -1 : __shfl_sync(kAllLanes, mine, __ffs(static_cast<int>(choices)) - 1);
-        if (static_cast<uint32_t>(first) >= static_cast<uint32_t>(dests[r].limit)) {
-          refuse_slot(p, dests[r].limit, first);
-          continue;
+      const bool own = r == p.session.team.rank, placed = own || dests[r].direct != 0;
+      for (uint32_t left = own ? choices : 1; left != 0; left &= left - 1) {
+        uint32_t slot = ring_place(head, dests[r].slots).slot;
+        if (placed) {  // own rows go to all places, others to that of their first choice
+          const uint32_t of = own ? left : choices;
+          const int place = of == 0 ? -1 : __shfl_sync(kAllLanes, mine, __ffs(static_cast<int>(of)) - 1);
+          if (static_cast<uint32_t>(place) >= static_cast<uint32_t>(dests[r].limit)) {
+            refuse_slot(p, dests[r].limit, place);
+            continue;
+          }
+          slot = static_cast<uint32_t>(place);
         }
-        slot = static_cast<uint32_t>(first);
+        f((own ? p.recv_x() : dests[r].rows) + static_cast<uint64_t>(slot) * (own ? p.row_bytes : dests[r].row_stride));
       }
-      f(dests[r].rows + static_cast<uint64_t>(slot) * dests[r].row_stride);
     }
   }
 };
 
 // Whole warp: a row from `from` to places `to`.
 __device__ inline void copy_to_places(const DispatchParams &p, const uint8_t *from, int slot, uint32_t to) {
-  constexpr int kUnroll = 8;
+  constexpr int kUnroll = 7;
   const int chunks = static_cast<int>(p.row_bytes / 16);
   for (int base = 0; base < chunks; base += kWarp * kUnroll) {
     uint4 data[kUnroll];
@@ -132,11 +136,23 @@ __device__ inline uint32_t await_flags(const DispatchParams &p, uint64_t epoch, 
   return good ? here : 0;
 }
 
-// Role of a warp: rows of one source, with their metadata.
+// As receiver_share: of this rank's own rows there is only the metadata to receive, which fewer warps do.
+__device__ inline ReceiverShare expanded_share(int worker, int num_workers, const TeamView &team) {
+  const int own = team.num_ranks == 1 ? num_workers : max(1, num_workers / (2 * team.num_ranks));
+  if (worker < own) return {team.rank, worker, own};
+  ReceiverShare share = receiver_share(worker - own, num_workers - own, team.num_ranks - 1);
+  if (share.source >= team.rank) ++share.source;
+  return share;
+}
+
+// Role of a warp: the metadata of rows of one source, and kRows: the rows, unless the sender has written them to their
+// places itself.
+template <bool kRows>
 __device__ inline void receive_expanded(const DispatchParams &p, uint64_t epoch, int worker, int num_workers) {
   const TeamView &team = p.session.team;
   const bool direct = p.recv_segment >= 0;
-  const ReceiverShare share = receiver_share(worker, num_workers, team.num_ranks);
+  const ReceiverShare share =
+      kRows ? expanded_share(worker, num_workers, team) : receiver_share(worker, num_workers, team.num_ranks);
   const int before = rows_before(p.rank_prefix_matrix(), team.num_ranks, share.source, team.rank);
   const int rows = p.rank_prefix_matrix()[share.source * team.num_ranks + team.rank] - before;
   const RingShape ring = dispatch_ring(p, direct);
@@ -156,7 +172,8 @@ __device__ inline void receive_expanded(const DispatchParams &p, uint64_t epoch,
         [&](int j) { return metas + static_cast<uint64_t>(ring_place(first + j, ring.slots).slot) * p.meta.stride; },
         slots);
     uint32_t here = 0;  // rows that have arrived
-    for (int j = 0; j < count; ++j) {
+    const int rows_here = kRows && share.source != team.rank ? count : 0;
+    for (int j = 0; j < rows_here; ++j) {
       if ((here >> j & 1) == 0) {
         here = await_flags(p, epoch, share.source, row_flags, place, (1u << count) - (1u << j), false);
         if (here == 0) return;
@@ -175,7 +192,8 @@ __device__ inline void receive_expanded(const DispatchParams &p, uint64_t epoch,
     __syncwarp();
     if (lane_id() < count && first + lane_id() + static_cast<int>(ring.slots) < rows) {
       return_credit(team, kMeta, share.source, place.slot, ring_value(epoch, place.lap));
-      return_credit(team, kPayload, share.source, place.slot, ring_value(epoch, place.lap));
+      if (share.source != team.rank)
+        return_credit(team, kPayload, share.source, place.slot, ring_value(epoch, place.lap));
     }
     __syncwarp();
   }

@@ -1,8 +1,8 @@
 // routed_combine_kernel.cuh - combine where the handle keeps the routing: as combine_kernel.cuh, but sums have the
 // order of the token's choices, and expanded rows are added before they are sent.
 #pragma once
+#include "cuda/impl/normal/bulk_sums.cuh"
 #include "cuda/impl/normal/combine_kernel.cuh"
-#include "cuda/impl/normal/expanded_sums.cuh"
 #include "cuda/impl/normal/routed_sums.cuh"
 
 namespace deepep {
@@ -16,22 +16,37 @@ struct RoutedRoles : CombineRoles<kBulk> {
 // Summing before sending reads each expanded row, twice what crosses the links: more warps send than in the plain form.
 template <bool kBulk>
 struct ExpandedRoles {
-  static constexpr int kSenders = 8, kPublishers = 1, kReducers = 7;
+  static constexpr int kSenders = kBulk ? 10 : 8, kPublishers = 1, kReducers = kBulk ? 5 : 7;
   static constexpr int kReducersAt = kSenders + kPublishers;
   static constexpr int kWarps = kReducersAt + kReducers, kThreads = kWarps * kWarp;
 };
 template <bool kBulk>
 struct ExpandedShared {
-  uint32_t stages, dests, sources, queues, bytes;
-  __host__ __device__ ExpandedShared(uint32_t num_ranks, uint32_t stage_bytes) {
+  uint32_t stages, arrived, dests, sources, queues, bytes;
+  __host__ __device__ explicit ExpandedShared(uint32_t num_ranks) {
     constexpr uint32_t senders = ExpandedRoles<kBulk>::kSenders;
     stages = 0;
-    dests = kBulk ? align_up<uint32_t>(senders * kTermStages * stage_bytes, 128) : 0;
+    arrived = kBulk ? senders * (kTermsAhead + 1) * kTermPiece : 0;
+    dests = arrived + (kBulk ? senders * kTermsAhead * 8 : 0);
     sources = dests + num_ranks * static_cast<uint32_t>(sizeof(CombineDest));
     queues = align_up<uint32_t>(sources + num_ranks * static_cast<uint32_t>(sizeof(CombineSource)), 16);
     bytes = align_up<uint32_t>(queues + senders * static_cast<uint32_t>(sizeof(SendQueue)), 128);
   }
 };
+
+// Role of a warp.
+template <bool kBulk>
+__device__ inline void send_terms(CombineJob &job, SendQueue *queue, uint8_t *shared, const ExpandedShared<kBulk> &at) {
+  if constexpr (!kBulk) {
+    TermSender<false>{job, queue}.run();
+  } else {
+#if DEEPEP_HAS_BULK_COPY
+    auto *pieces = shared + at.stages + warp_id() * (kTermsAhead + 1) * kTermPiece;
+    TermSender<true>{job, queue, pieces, reinterpret_cast<uint64_t *>(shared + at.arrived) + warp_id() * kTermsAhead}
+        .run();
+#endif
+  }
+}
 
 __device__ inline void publish_combine_rows(const CombineParams &p, uint64_t epoch, const CombineDest *dests,
                                             SendQueue *queues, int num_queues) {
@@ -124,7 +139,7 @@ __global__ void __launch_bounds__(ExpandedRoles<kBulk>::kThreads, 1)
   const Session &s = p.session;
   const MatrixEntry early = load_matrix_entry(p.rank_prefix_matrix(), s.team.num_ranks, threadIdx.x);
   const uint64_t epoch = ptx::ld_relaxed_gpu(&s.team.scratch->epoch) + 1;
-  const ExpandedShared<kBulk> at(s.team.num_ranks, p.stage_bytes);
+  const ExpandedShared<kBulk> at(s.team.num_ranks);
   auto *queues = reinterpret_cast<SendQueue *>(shared + at.queues);
   init_queues(queues, Roles::kSenders, false);
   if (begin(s)) {
@@ -135,20 +150,17 @@ __global__ void __launch_bounds__(ExpandedRoles<kBulk>::kThreads, 1)
     auto *sources = reinterpret_cast<CombineSource *>(shared + at.sources);
     set_up_combine(p, dests, sources);
     const int warp = warp_id();
-    if (!await_handshake(s, hand)) {
-      // All ranks leave.
-    } else if (warp < Roles::kSenders) {
+    const bool agreed = await_handshake(s, hand);  // else all ranks leave
+    if (agreed && warp < Roles::kSenders) {
       CombineJob job = combine_job(p, dests, epoch);
-      TermSender<kBulk> terms{job, queues + warp, shared + at.stages + warp * kTermStages * p.stage_bytes};
-      terms.run();
+      send_terms<kBulk>(job, queues + warp, shared, at);
       __syncwarp();
       if (lane_id() == 0) ptx::st_release_cta(&queues[warp].finished, 1);
-    } else if (warp == Roles::kSenders) {
+    } else if (agreed && warp == Roles::kSenders) {
       publish_combine_rows(p, epoch, dests, queues, Roles::kSenders);
-    } else {
-      reduce_routed<2>(p, epoch, sources,
-                       reinterpret_cast<int32_t *>(shared + at.bytes) + (warp - Roles::kReducersAt) * reducer_words(p));
     }
+    if (agreed && warp != Roles::kSenders)  // senders too, in the end
+      reduce_routed<2>(p, epoch, sources, reinterpret_cast<int32_t *>(shared + at.bytes) + warp * reducer_words(p));
   }
   finish(s, [&](bool failed) { end_routed_combine(p, epoch, failed); });
 }

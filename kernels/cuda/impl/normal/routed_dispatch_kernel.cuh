@@ -3,7 +3,7 @@
 // through the ring; the receiving warps write them to their other places.
 #pragma once
 #include "cuda/impl/normal/dispatch_kernel.cuh"
-#include "cuda/impl/normal/expanded_rows.cuh"
+#include "cuda/impl/normal/moved_rows.cuh"
 
 namespace deepep {
 
@@ -26,14 +26,17 @@ struct RoutedShared : DispatchShared<kBulk> {
   }
 };
 
-// With expanded rows every warp that does not send receives; where there are enough blocks, some do nothing else.
+// With expanded rows every warp that does not send receives; where there are enough blocks, some do nothing else. With
+// bulk copies the latter's first warps move rows, and the others, those of all blocks, receive metadata: scattered
+// scales take an SM longer than rows do. But not where rings are so small that slots are used again: there each warp
+// takes both of its rows, since a slot is free once both have been read.
 template <bool kBulk>
 struct ExpandedSplit : DispatchSplit<kBulk> {
   using Roles = DispatchRoles<kBulk>;
   static constexpr int kApart = Roles::kWarps - Roles::kPublishers,
                        kBeside = Roles::kMetaReceivers + Roles::kRowReceivers;
   __device__ explicit ExpandedSplit(const DispatchParams &p)
-      : DispatchSplit<kBulk>(true, p.row_bytes, gridDim.x, p.session.team.num_ranks) {}
+      : DispatchSplit<kBulk>(true, blocks_apart(p), gridDim.x, p.session.team.num_ranks) {}
   __device__ int workers() const { return this->copiers * (this->apart ? kApart : kBeside); }
   // This warp's number among the receiving ones; -1: it is none.
   __device__ int worker() const {
@@ -43,6 +46,11 @@ struct ExpandedSplit : DispatchSplit<kBulk> {
     if (!this->apart && warp < Roles::kMetaReceiversAt) return -1;
     return (this->apart ? among : warp - Roles::kMetaReceiversAt) * this->copiers + block;
   }
+  __device__ bool moves(const DispatchParams &p) const {
+    const int num_ranks = p.session.team.num_ranks;
+    return kBulk && this->apart && this->copiers * Roles::kSenders >= num_ranks &&
+           most_rows_of_a_source(p) <= static_cast<int>(dispatch_ring(p, p.recv_segment >= 0).slots);
+  }
 };
 
 template <bool kBulk>
@@ -51,7 +59,7 @@ __device__ inline void publish_expanded(const DispatchParams &p, const DispatchD
   const int num_ranks = p.session.team.num_ranks;
   publish_rows(queues, DispatchRoles<kBulk>::kSenders, num_ranks, [&](int token, int r) {
     const int head = p.send_head()[static_cast<int64_t>(token) * num_ranks + r];
-    if (head < 0) return;
+    if (head < 0 || r == p.session.team.rank) return;
     const RingPlace place = ring_place(head, dests[r].slots);
     ptx::st_relaxed_sys(&dests[r].flags[kPayload][place.slot], ring_value(epoch, place.lap));
   });
@@ -71,11 +79,27 @@ __device__ inline void run_expanded_roles(const DispatchParams &p, const Expande
     if (lane_id() == 0) ptx::st_release_cta(&queues[warp].finished, 1);
   } else if (warp < Roles::kMetaSendersAt) {
     publish_expanded<kBulk>(p, dests, queues, epoch);
-  } else if (warp < Roles::kMetaReceiversAt && split.sends()) {
+  } else if (warp < Roles::kMetaSendersAt + static_cast<int>(p.meta_senders) && split.sends()) {
     send_meta<kBulk, true>(p, dests, {shared + at.meta + (warp - Roles::kMetaSendersAt) * meta_space_bytes(p), 0},
                            epoch);
   }
-  if (worker >= 0) receive_expanded(p, epoch, worker, split.workers());
+  if (!split.moves(p)) {
+    if (worker >= 0) receive_expanded<true>(p, epoch, worker, split.workers());
+    return;
+  }
+  if (warp >= Roles::kMetaSendersAt)
+    receive_expanded<false>(p, epoch, (warp - Roles::kMetaSendersAt) * gridDim.x + blockIdx.x,
+                            Roles::kAllMetaSenders * gridDim.x);
+  if (worker < 0 || warp >= Roles::kSenders) return;
+#if DEEPEP_HAS_BULK_COPY
+  RowMover mover{p,
+                 queues + warp,
+                 shared + at.stages + static_cast<uint64_t>(warp) * kSendStages * p.stage_bytes,
+                 rows.job.heads,
+                 at.head_words,
+                 p.recv_segment >= 0};
+  move_rows(p, epoch, mover, worker, Roles::kSenders * split.copiers);
+#endif
 }
 
 template <bool kBulk>
@@ -116,7 +140,7 @@ __device__ inline void dispatch_with_routing(const DispatchParams &p, uint8_t *s
     if (blockIdx.x == gridDim.x - 1) publish_newest_by_last_warp(s.team);
     prepare_dests(p, dests);
     const ExpandedSplit<kBulk> expanded_split(p);
-    const DispatchSplit<kBulk> plain_split(p.recv_segment < 0, p.row_bytes, gridDim.x, s.team.num_ranks);
+    const DispatchSplit<kBulk> plain_split(p.recv_segment < 0, blocks_apart(p), gridDim.x, s.team.num_ranks);
     const DispatchSplit<kBulk> &split = kExpand ? expanded_split : plain_split;
     auto *heads =
         reinterpret_cast<int32_t *>(shared + at.heads) + warp_id() * (kBulk ? kSendStages : 1) * at.head_words;

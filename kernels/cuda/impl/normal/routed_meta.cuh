@@ -57,7 +57,7 @@ __device__ __noinline__ inline void refuse_slot(const DispatchParams &p, int32_t
   report_failure(p.session, DK_EINVAL, p.session.team.rank, DK_FIELD_DST_SLOT, limit, slot, 0);
 }
 
-constexpr int kExpandChunk = 6;  // rows that a receiving warp takes together
+constexpr int kExpandChunk = 5;  // rows that a receiving warp takes together
 
 // Whole warp: the metadata of `count` expanded rows, found by at(row), to the outputs of all their places. first: the
 // number of the first one in the plain layout. slots[j]: lane k gets the place of choice k of row j, -1: none. All
