@@ -158,25 +158,26 @@ static void third_send(struct rank *me) {
          "three sends without a receive went through");
 }
 
-/* The time waited for a rank is counted for that rank. */
+/* The time waited for a rank is counted for that rank. It comes so late that the others wait however busy the machine.
+ */
 static void waits(struct rank *me) {
   struct ll_spec spec = spec_for(me);
   struct team *t = make_ll_team(me, &spec, 0);
   struct ll *l = make_ll(t, &spec, 3);
   ll_round(l, 1);
   meet(me);
-  if (me->index == 1) pause_ms(120);
+  if (me->index == 1) pause_ms(300);
   run_ll_dispatch(l, DK_PHASE_BOTH, 0);
   check_ll_dispatch(l);
   make_expert_rows(l, 2);
   meet(me);
-  if (me->index == 1) pause_ms(120);
+  if (me->index == 1) pause_ms(300);
   run_ll_combine(l, DK_PHASE_BOTH, 2);
   check_ll_combine(l);
   const int64_t *dispatch = l->waits.host, *combine = l->combine_waits.host;
   if (me->index == 1) return;
-  expect(me, dispatch[1] > 60000000, "dispatch waited 120 ms for rank 1 and says %ld ns", (long)dispatch[1]);
-  expect(me, combine[1] > 60000000, "combine waited 120 ms for rank 1 and says %ld ns", (long)combine[1]);
+  expect(me, dispatch[1] > 60000000, "dispatch waited up to 300 ms for rank 1 and says %ld ns", (long)dispatch[1]);
+  expect(me, combine[1] > 60000000, "combine waited up to 300 ms for rank 1 and says %ld ns", (long)combine[1]);
 }
 
 static const struct test_case cases[] = {
