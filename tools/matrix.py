@@ -4,8 +4,8 @@
 
 An environment is a Python of this machine with torch from PyPI, or a Debian system in a folder (made by mmdebstrap,
 entered by chroot, which needs root), with torch from Debian or PyPI. Each is removed before the next one is made: at
-most 12 GB of disk at a time, and some 15 GB of downloads in all. The results lie in build/matrix, a file a row; those
-of rows that do not run this time stay in the table.
+most 12 GB of disk at a time, and some 15 GB of downloads in all. Rows that do not run this time stay in the table as
+they are; what every check said lies in build/matrix, a file a row, with a log.
 """
 
 from __future__ import annotations
@@ -217,30 +217,32 @@ def cell(result: dict[str, Any], check: str) -> str:
     return text if answer["ok"] else f"**no**: {text}"
 
 
-def table(results: Sequence[dict[str, Any]]) -> str:
-    """The results as Markdown, a line for each environment, in the order of ROWS."""
-    order = [row.name for row in ROWS]
-    head = ["torch", "Python", "glibc, system", "made", "import; calls by"]
+def line(result: dict[str, Any]) -> str:
+    """A row's result as a line of the table."""
+    source = "Debian's" if result["source"] == "Debian" else "PyPI's"
+    cells = [result["row"], f"{result['torch']}, {source}", result["python"]]
+    cells += [f"{result['glibc']}, {result['system']}", result["date"]]
+    cells += [cell(result, check) for check in ("imported", "intranode", "low_latency", "internode", "tests")]
+    cells += [cell(result, "another_user")]
+    return "| " + " | ".join(cells) + " |"
+
+
+def table(results: Sequence[dict[str, Any]], old: str = "") -> str:
+    """The results as Markdown, a line for each row, in the order of ROWS; rows without a result keep their old line."""
+    head = ["row", "torch", "Python", "glibc, system", "made", "import; calls by"]
     head += ["normal mode", "low latency", "two nodes", "tests", "other user, all read-only"]
-    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
-    for result in sorted(results, key=lambda each: order.index(each["row"])):
-        if "torch" not in result:
-            continue
-        source = "Debian's" if result["source"] == "Debian" else "PyPI's"
-        cells = [f"{result['torch']}, {source}", result["python"], f"{result['glibc']}, {result['system']}"]
-        cells += [result["date"]]
-        cells += [cell(result, check) for check in ("imported", "intranode", "low_latency", "internode", "tests")]
-        cells += [cell(result, "another_user")]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+    found = {text.split("|")[1].strip(): text for text in old.splitlines() if text.startswith("| ")}
+    found |= {result["row"]: line(result) for result in results if "torch" in result}
+    lines = [found[row.name] for row in ROWS if row.name in found]
+    return "\n".join(["| " + " | ".join(head) + " |", "|" + "---|" * len(head), *lines])
 
 
 def write_page(page: pathlib.Path, results: Sequence[dict[str, Any]]) -> None:
-    """Puts the table between the page's markers."""
+    """Puts the results into the table between the page's markers."""
     text = page.read_text()
     before, rest = text.split(BEGIN)
-    _, after = rest.split(END)
-    page.write_text(f"{before}{BEGIN}\n{table(results)}\n{END}{after}")
+    old, after = rest.split(END)
+    page.write_text(f"{before}{BEGIN}\n{table(results, old)}\n{END}{after}")
 
 
 def failures(result: dict[str, Any]) -> list[str]:
@@ -267,6 +269,7 @@ def main() -> int:
         sys.exit("no wheel: run `make wheel`, or give one by WHEEL=")
     arguments.work.mkdir(parents=True, exist_ok=True)
     failed = False
+    results = []
     for row in ROWS:
         if row.name not in arguments.only:
             continue
@@ -275,11 +278,11 @@ def main() -> int:
             continue
         result = try_row(row, wheel.resolve(), arguments.work, arguments.keep)
         save(result)
+        results.append(result)
         wrong = failures(result)
         failed |= bool(wrong)
         print(f"{row.name}: {'; '.join(wrong) if wrong else 'ok'}", flush=True)
-    results = [json.loads(path.read_text()) for path in RESULTS.glob("*.json")]
-    write_page(PAGE, [result for result in results if result["row"] in {row.name for row in ROWS}])
+    write_page(PAGE, results)
     return int(failed)
 
 

@@ -38,8 +38,8 @@ def test_table() -> None:
     lines = matrix.table([result("newest"), result("oldest"), {"row": "sid", "checks": {}, "failed": "x"}]).splitlines()
     assert len(lines) == 4 and len({line.count("|") for line in lines}) == 1
     oldest = [cell.strip() for cell in lines[2].strip("|").split("|")]
-    assert oldest[:4] == ["2.4.1, PyPI's", "3.10.8", "2.31, Debian 11", "2026-01-02"]
-    assert oldest[4:] == ["ctypes", "20 of 20", "**no**: 13 of 14", "–", "61 passed, 3 skipped", "–"]
+    assert oldest[:5] == ["oldest", "2.4.1, PyPI's", "3.10.8", "2.31, Debian 11", "2026-01-02"]
+    assert oldest[5:] == ["ctypes", "20 of 20", "**no**: 13 of 14", "–", "61 passed, 3 skipped", "–"]
 
 
 def test_failures_are_named() -> None:
@@ -52,8 +52,17 @@ def test_page_keeps_what_others_wrote(tmp_path: pathlib.Path) -> None:
     page.write_text(f"before\n{matrix.BEGIN}\nold\n{matrix.END}\nafter\n")
     matrix.write_page(page, [result("oldest")])
     text = page.read_text()
-    assert text.startswith(f"before\n{matrix.BEGIN}\n| torch |") and text.endswith(f"|\n{matrix.END}\nafter\n")
+    assert text.startswith(f"before\n{matrix.BEGIN}\n| row |") and text.endswith(f"|\n{matrix.END}\nafter\n")
     assert "old\n" not in text and matrix.BEGIN in (ROOT / "docs" / "versions.md").read_text()
+
+
+def test_rows_that_did_not_run_stay(tmp_path: pathlib.Path) -> None:
+    """With nothing but the page: build/ may be another machine's, or gone."""
+    page = tmp_path / "versions.md"
+    page.write_text(f"{matrix.BEGIN}\n{matrix.table([result('sid', date='old'), result('oldest')])}\n{matrix.END}\n")
+    matrix.write_page(page, [result("newest"), result("sid", date="new"), {"row": "oldest", "checks": {}}])
+    rows = [[cell.strip() for cell in line.split("|")[1:6:4]] for line in page.read_text().splitlines()[3:-1]]
+    assert rows == [["oldest", "2026-01-02"], ["newest", "2026-01-02"], ["sid", "new"]]
 
 
 def test_a_missing_python_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
