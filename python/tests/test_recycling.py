@@ -20,6 +20,10 @@ import lowlat
 import normal
 from cases import Case
 
+pytestmark = pytest.mark.skipif(
+    not hasattr(torch._C, "_storage_Use_Count") and torch.version.cuda is None,
+    reason="this CPU build of torch does not count a storage's holders, so nothing is used again (torch 2.6)",
+)
 CASE = Case((16, 9, 0, 12), hidden=512, experts=8, topk=3)
 B = 16
 HOOK = {"return_recv_hook": True}
