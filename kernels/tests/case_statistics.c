@@ -155,6 +155,31 @@ static void traced(struct rank *me) {
   }
 }
 
+/* Receive halves leave counts in device memory for later kernels: each half has its record, at its index, also where
+ * two batches take turns. */
+static void many_halves(struct rank *me) {
+  struct team *t = make_counted(me, 64);
+  struct ll *l = make_ll(t, &kLowLatency, 2);
+  for (int i = 0; i < 7; i++) {
+    run_ll_dispatch(l, DK_PHASE_SEND, 0);
+    run_ll_dispatch(l, DK_PHASE_RECV, 0);
+  }
+  run_ll_dispatch(l, DK_PHASE_SEND, 0);
+  run_ll_dispatch(l, DK_PHASE_SEND, 1);
+  run_ll_dispatch(l, DK_PHASE_RECV, 0);
+  run_ll_dispatch(l, DK_PHASE_RECV, 1);
+  finish(me);
+  flush_stats(t);
+  expect_calls(t, DK_OP_LL_DISPATCH, 9, 0);
+  const dk_trace_record *ring = (const dk_trace_record *)((const char *)t->stats + t->stats->trace_offset);
+  expect(me, t->stats->trace_next == 18, "trace_next is %lu after 18 halves", (unsigned long)t->stats->trace_next);
+  for (uint64_t i = 0; i < 18; i++) {
+    const uint32_t phase = (i < 14 ? i % 2 : i / 2 % 2 == 0) == 0 ? DK_PHASE_SEND : DK_PHASE_RECV;
+    expect(me, ring[i].op == DK_OP_LL_DISPATCH && ring[i].phase == phase, "record %lu has phase %u, wanted %u",
+           (unsigned long)i, ring[i].phase, phase);
+  }
+}
+
 static void two_halves(struct rank *me) {
   struct team *t = make_counted(me, 8);
   struct ll *l = make_ll(t, &kLowLatency, 2);
@@ -199,6 +224,7 @@ static const struct test_case cases[] = {
     {"statistics/waiting", waited, 3, NULL, QUICK, 0, 0},
     {"statistics/trace", traced, 2, NULL, QUICK, 0, 0},
     {"statistics/two halves are one call", two_halves, 2, NULL, QUICK, 0, 0},
+    {"statistics/each half has its record", many_halves, 2, NULL, QUICK, 0, 0},
     {"statistics/errors", errors, 2, NULL, QUICK, 0, 0},
 };
 GROUP(statistics_cases);

@@ -46,7 +46,12 @@ __global__ void __launch_bounds__(512) stats_kernel(const __grid_constant__ Team
     store_out(bytes + i, load_fresh(&scratch->peer_bytes[i / team.num_ranks][i % team.num_ranks]));
     store_out(waits + i, load_fresh(&scratch->peer_wait_ns[i / team.num_ranks][i % team.num_ranks]));
   }
-  if (warp_id() == 0) store_trace(team, lane_id(), load_record(team, lane_id()), load_fresh(&team.scratch->trace_next));
+  if (warp_id() != 0) return;
+  const uint64_t next = load_fresh(&scratch->trace_next), num = load_fresh(&scratch->num_waiting);
+  for (uint64_t i = 0; i < num; ++i)
+    store_trace(team, lane_id(), load_record(team, static_cast<int>(i), lane_id()),
+                load_fresh(&scratch->waiting[i].index));
+  store_num_records(team, lane_id(), next);
 }
 
 __global__ void clock_kernel(uint64_t *now) { *now = ptx::global_timer_ns(); }

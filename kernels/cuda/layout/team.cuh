@@ -34,12 +34,13 @@ struct WrongCounts {
   int32_t expected, seen;
 };
 
-// Counts of the newest kernel that are not on the statistics page yet: its operation (0: none), the bucket of its
-// histogram that grew (DK_HIST_BUCKETS: none), its record of the trace.
-struct NewestCount {
-  uint64_t op, bucket;
+// Counts of a kernel that are not on the statistics page yet: its operation, the bucket of its histogram that grew
+// (DK_HIST_BUCKETS: none), its record of the trace and the number of that.
+struct WaitingCount {
+  uint64_t op, bucket, index;
   dk_trace_record record;
 };
+constexpr int kWaitingCounts = 8;  // kernels that may end without copying their counts, or those before, to the page
 
 constexpr int kRoutedBlocks = 16;  // that count the choices of a notify with a routing, at most
 
@@ -87,10 +88,11 @@ struct Scratch {
   uint64_t sent_bytes[DK_MAX_RANKS];
   dk_op_stats ops[DK_NUM_OPS];
   uint64_t trace_next, progress;
-  NewestCount newest;
-  uint64_t half_ns[DK_NUM_TICKETS];  // time of the send halves whose receive half has not run yet
-  uint64_t clean_ns;                 // of a clean's first kernel
-  uint64_t clock_ns;                 // %globaltimer, for measure_clock
+  uint64_t num_waiting;
+  WaitingCount waiting[kWaitingCounts];  // of the newest kernels, the oldest first
+  uint64_t half_ns[DK_NUM_TICKETS];      // time of the send halves whose receive half has not run yet
+  uint64_t clean_ns;                     // of a clean's first kernel
+  uint64_t clock_ns;                     // %globaltimer, for measure_clock
   uint64_t peer_bytes[DK_NUM_OPS][DK_MAX_RANKS], peer_wait_ns[DK_NUM_OPS][DK_MAX_RANKS];
   uint32_t histogram[kMaxHistogram];
 };

@@ -1,7 +1,7 @@
 // stats.cuh - statistics. The last block of a kernel counts in device memory alone: stores across PCIe would delay the
-// kernel's end by microseconds. The team's next kernel copies the counters to the statistics page while it waits for
-// its peers, or stats_kernel does so when the host asks (dk_stats_flush). Counters only grow, so that storing one twice
-// does no harm.
+// kernel's end by microseconds. A later kernel of the team copies the counters to the statistics page while it waits
+// for its peers, or stats_kernel does so when the host asks (dk_stats_flush). Counters only grow, so that storing one
+// twice does no harm.
 #pragma once
 #include "cuda/sync/wait.cuh"
 
@@ -26,54 +26,72 @@ __device__ inline void store_out(void *word, uint64_t value) { *static_cast<vola
 __device__ inline uint64_t *page_peers(const TeamView &team) {
   return reinterpret_cast<uint64_t *>(reinterpret_cast<uint8_t *>(team.stats) + team.peers_offset);
 }
-// The newest record of the trace, a word a lane, goes to its place in the page; then the number of records.
-__device__ inline uint64_t load_record(const TeamView &team, int lane) {
-  return lane < 4 ? load_fresh(reinterpret_cast<const uint64_t *>(&team.scratch->newest.record) + lane) : 0;
+// A record of the trace, a word a lane, goes to its place in the page; once all are there, their number.
+__device__ inline uint64_t load_record(const TeamView &team, int which, int lane) {
+  return lane < 4 ? load_fresh(reinterpret_cast<const uint64_t *>(&team.scratch->waiting[which].record) + lane) : 0;
 }
-__device__ inline void store_trace(const TeamView &team, int lane, uint64_t record, uint64_t next) {
-  if (team.trace_len == 0 || next == 0) return;
+__device__ inline void store_trace(const TeamView &team, int lane, uint64_t record, uint64_t index) {
+  if (team.trace_len == 0) return;
   uint8_t *ring = reinterpret_cast<uint8_t *>(team.stats) + team.trace_offset;
-  if (lane < 4) store_out(ring + (next - 1) % team.trace_len * sizeof(dk_trace_record) + 8 * lane, record);
+  if (lane < 4) store_out(ring + index % team.trace_len * sizeof(dk_trace_record) + 8 * lane, record);
+}
+__device__ inline void store_num_records(const TeamView &team, int lane, uint64_t next) {
+  if (team.trace_len == 0) return;
   __syncwarp();
   if (lane == 0) ptx::st_release_sys(&team.stats->trace_next, next);
 }
 
-// By one warp that has nothing else to do: copies what the kernel before counted to the page. All loads are in flight
-// together, and so are those that depend on the first: the kernel may end later for this warp.
-__device__ inline void publish_newest(const TeamView &team) {
+// By one warp: copies an operation's counters to the page.
+__device__ inline void publish_counters(const TeamView &team, uint64_t op, uint64_t bucket) {
+  const Scratch *scratch = team.scratch;
+  const int lane = lane_id();
+  uint64_t *counters = reinterpret_cast<uint64_t *>(&team.stats->ops[op]);
+  uint64_t *bytes = page_peers(team) + op * team.num_ranks, *waits = bytes + DK_NUM_OPS * team.num_ranks;
+  const bool counts = lane < kOpCounters, fills = lane == kOpCounters && bucket < DK_HIST_BUCKETS;
+  const auto *from = reinterpret_cast<const uint64_t *>(&scratch->ops[op]);
+  const uint64_t at = counts ? lane : kOpCounters + bucket, count = counts || fills ? load_fresh(from + at) : 0;
+  for (int r = lane; r < team.num_ranks; r += kWarp) {
+    const uint64_t sent = load_fresh(&scratch->peer_bytes[op][r]), waited = load_fresh(&scratch->peer_wait_ns[op][r]);
+    store_out(bytes + r, sent);
+    store_out(waits + r, waited);
+  }
+  if (counts || fills) store_out(counters + at, count);
+}
+// By one warp that has nothing else to do: copies what the kernels before counted to the page, where `at_least` so many
+// have. All loads are in flight together, and so are those that depend on the first: the kernel may end later for this
+// warp.
+__device__ inline void publish_newest(const TeamView &team, uint64_t at_least = 1) {
   Scratch *scratch = team.scratch;
   const int lane = lane_id();
-  const uint64_t op = load_fresh(&scratch->newest.op), bucket = load_fresh(&scratch->newest.bucket),
-                 record = load_record(team, lane), next = load_fresh(&scratch->trace_next),
+  const uint64_t num = load_fresh(&scratch->num_waiting), next = load_fresh(&scratch->trace_next),
                  progress = load_fresh(&scratch->progress);
-  if (op == 0) return;
+  uint64_t op = load_fresh(&scratch->waiting[0].op), bucket = load_fresh(&scratch->waiting[0].bucket),
+           index = load_fresh(&scratch->waiting[0].index), record = load_record(team, 0, lane);
+  if (num < at_least) return;
   if (lane == 0) store_out(&team.status->progress, progress);
-  if (team.stats != nullptr) {
-    uint64_t *counters = reinterpret_cast<uint64_t *>(&team.stats->ops[op]);
-    uint64_t *bytes = page_peers(team) + op * team.num_ranks, *waits = bytes + DK_NUM_OPS * team.num_ranks;
-    const bool counts = lane < kOpCounters, fills = lane == kOpCounters && bucket < DK_HIST_BUCKETS;
-    const auto *from = reinterpret_cast<const uint64_t *>(&scratch->ops[op]);
-    const uint64_t at = counts ? lane : kOpCounters + bucket, count = counts || fills ? load_fresh(from + at) : 0;
-    for (int r = lane; r < team.num_ranks; r += kWarp) {
-      const uint64_t sent = load_fresh(&scratch->peer_bytes[op][r]), waited = load_fresh(&scratch->peer_wait_ns[op][r]);
-      store_out(bytes + r, sent);
-      store_out(waits + r, waited);
-    }
-    if (counts || fills) store_out(counters + at, count);
-    store_trace(team, lane, record, next);
+#pragma unroll 1
+  for (uint64_t i = 0; team.stats != nullptr;) {
+    publish_counters(team, op, bucket);
+    store_trace(team, lane, record, index);
+    if (++i == num) break;
+    op = load_fresh(&scratch->waiting[i].op);
+    bucket = load_fresh(&scratch->waiting[i].bucket);
+    index = load_fresh(&scratch->waiting[i].index);
+    record = load_record(team, static_cast<int>(i), lane);
   }
+  if (team.stats != nullptr) store_num_records(team, lane, next);
   __syncwarp();
-  if (lane == 0) scratch->newest.op = 0;
+  if (lane == 0) scratch->num_waiting = 0;
 }
 // Called by all warps of a block; the last one copies.
-__device__ inline void publish_newest_by_last_warp(const TeamView &team) {
-  if (warp_id() == static_cast<int>(blockDim.x) / kWarp - 1) publish_newest(team);
+__device__ inline void publish_newest_by_last_warp(const TeamView &team, uint64_t at_least = 1) {
+  if (warp_id() == static_cast<int>(blockDim.x) / kWarp - 1) publish_newest(team, at_least);
 }
 
 // What counting reads of the scratch, loaded together by the last warp of the last block: each load by itself would
 // cost the latency of memory. Lane l has counter l, and the bytes and waits of peer l.
 struct CountLoads {
-  uint64_t counter, start, before, unpublished, next, progress, sent, waited;
+  uint64_t counter, start, before, waiting, next, progress, sent, waited;
 };
 __device__ __forceinline__ CountLoads load_counts(const Session &s, const uint64_t *half) {
   const Scratch *scratch = s.team.scratch;
@@ -85,7 +103,7 @@ __device__ __forceinline__ CountLoads load_counts(const Session &s, const uint64
   loads.counter = lane < kOpCounters ? load_fresh(reinterpret_cast<const uint64_t *>(&scratch->ops[s.op]) + lane) : 0;
   loads.start = load_fresh(&scratch->start_ns);
   loads.before = half != nullptr ? load_fresh(half) : 0;
-  loads.unpublished = load_fresh(&scratch->newest.op);
+  loads.waiting = load_fresh(&scratch->num_waiting);
   loads.next = load_fresh(&scratch->trace_next);
   loads.progress = load_fresh(&scratch->progress);
   return loads;
@@ -129,9 +147,11 @@ __device__ inline void record_loaded(const Session &s, const CountLoads &loads, 
   const uint64_t now = ptx::global_timer_ns(), start = loads.start, before = loads.before, counter = loads.counter;
   uint64_t bytes, wait;
   count_peers(s, loads, bytes, wait);
-  // The kernel ended before it did so. Not where the team has failed: its buffer may be gone, and the page with it.
-  if (loads.unpublished != 0 && !failed) publish_newest(s.team);
+  // No kernel did so for long. Not where the team has failed: its buffer may be gone, and the page with it.
+  const bool full = loads.waiting >= kWaitingCounts;
+  if (full && !failed) publish_newest(s.team);
   __syncwarp();
+  const uint64_t waiting = full ? 0 : loads.waiting;
   const uint64_t duration = now - start, total = duration + before, begun = start + s.team.clock_offset_ns;
   const int bucket = last_half ? duration_bucket(total) : DK_HIST_BUCKETS;
   // calls, errors, total_ns, max_ns, wait_ns, bytes, last_start_ns, last_ns
@@ -145,7 +165,11 @@ __device__ inline void record_loaded(const Session &s, const CountLoads &loads, 
                                      : (last_half ? total : counter);
   if (lane < kOpCounters) op[lane] = grown;
   if (lane == 8 && last_half) atomicAdd(reinterpret_cast<unsigned long long *>(op + kOpCounters + bucket), 1ull);
-  if (lane == 9) scratch->newest = {s.op, static_cast<uint64_t>(bucket), {s.call, begun, duration, s.op, s.phase}};
+  if (lane == 9) {
+    scratch->waiting[waiting] = {
+        s.op, static_cast<uint64_t>(bucket), loads.next, {s.call, begun, duration, s.op, s.phase}};
+    scratch->num_waiting = waiting + 1;
+  }
   if (lane == 10) scratch->trace_next = loads.next + 1;
   if (lane == 11 && last_half) {
     scratch->progress = loads.progress + 1;

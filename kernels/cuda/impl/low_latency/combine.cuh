@@ -226,6 +226,7 @@ __global__ void __launch_bounds__(kLlThreads, 1) combine(const __grid_constant__
   const bool reads_sums = p.sends() && may_sum(p), leads_group = threadIdx.x % kLlGroupThreads < kWarp;
   const SumItem item = sum_item(p, first_item());
   const EarlyStart start = load_start(p);
+  const EarlyControl control = load_control(p);
   Headers headers{};
   LowLatencyRouting routing{};
   SlotSeen slot{0, 0, 0, -1};
@@ -246,7 +247,7 @@ __global__ void __launch_bounds__(kLlThreads, 1) combine(const __grid_constant__
   const LowLatencyCall call = low_latency_call(p, start, false);
   if (begun) {
     if (is_last_warp() && sends_weights(p)) send_weights(p, call, peers, entry);
-    if (is_control_block()) post_low_latency(p, call);
+    if (is_control_block()) post_low_latency(p, call, peers, control);
     bool good = true;
     if (p.sends() && is_worker()) {
       if (leads_group) {
@@ -264,7 +265,7 @@ __global__ void __launch_bounds__(kLlThreads, 1) combine(const __grid_constant__
       __syncthreads();
     }
     mark(kMarkSent, threadIdx.x == 0);
-    if (is_control_block()) publish_newest_by_last_warp(p.session.team);  // rows are on their way meanwhile
+    if (is_control_block() && p.sends()) publish_newest_by_last_warp(p.session.team, counts_to_publish(p));
     if (p.receives() && good) {
       find_source_calls(p, call, calls);
       if (is_control_block()) check_low_latency_peers(p, calls);

@@ -57,23 +57,44 @@ __device__ inline bool load_message(const uint64_t *line, uint64_t epoch, Handsh
   return all;
 }
 
+// What the last warp of the control block loads with the rest: lane r's calls whose rows of rank r were taken.
+struct EarlyControl {
+  uint64_t consumed[kLowLatencySlots];
+};
+template <class P>
+__device__ __forceinline__ EarlyControl load_control(const P &p) {
+  const TeamView &team = p.session.team;
+  const int r = lane_id();
+  if (!is_control_block() || !is_last_warp() || r >= team.num_ranks) return {};
+  return {{load_fresh(&team.scratch->consumed[0][r]), load_fresh(&team.scratch->consumed[1][r])}};
+}
 // The last warp of the control block writes to every rank which slots are empty here and, when sending, this call's
 // message.
 template <class P>
-__device__ inline void post_low_latency(const P &p, const LowLatencyCall &call) {
+__device__ inline void post_low_latency(const P &p, const LowLatencyCall &call, uint8_t *const *peers,
+                                        const EarlyControl &early) {
   const TeamView &team = p.session.team;
   if (!is_last_warp()) return;  // the others go ahead
   ptx::fence_acq_rel_sys();     // earlier kernels' emptying of slots is visible before the credits below
 #pragma unroll 1
   for (int r = lane_id(); r < team.num_ranks; r += kWarp) {
     if (is_masked(p.session, r)) continue;
-    uint8_t *block = team.peers[r];
-    const uint64_t consumed[kLowLatencySlots] = {team.scratch->consumed[0][r], team.scratch->consumed[1][r]},
-                   given_up = given_up_by(team, r);
+    uint8_t *block = peers[r];
+    const bool loaded = r < kWarp;
+    const uint64_t given_up = given_up_by(team, r);
     for (int slot = 0; slot < kLowLatencySlots; ++slot)
-      ptx::st_relaxed_sys(credit(team, block, slot, team.rank), max(consumed[slot], given_up));
+      ptx::st_relaxed_sys(credit(team, block, slot, team.rank),
+                          max(loaded ? early.consumed[slot] : team.scratch->consumed[slot][r], given_up));
     if (p.sends()) store_message(low_latency_line(p, block, call.epoch, team.rank), low_latency_handshake(p), call);
   }
+}
+
+// From how many waiting counts on a sending call copies them to the statistics page, while its rows are on their way. A
+// receive half finds its rows there and does not copy; neither does dispatch's send half, whose rows are out sooner, as
+// long as a combine may come first.
+template <class P>
+__device__ __forceinline__ uint64_t counts_to_publish(const P &p) {
+  return p.receives() || p.session.op == DK_OP_LL_COMBINE ? 1 : kWaitingCounts / 2;
 }
 
 // What every thread loads before anything else, all in flight together: each load by itself would cost the latency of
@@ -174,13 +195,15 @@ __device__ __noinline__ inline void check_low_latency_peers(const P &p, const Lo
     const uint64_t epoch = calls[r].epoch;
     const uint64_t *line = low_latency_line(p, own_block(p), epoch, r);
     HandshakeMessage theirs{};
+    uint64_t waited = load_fresh(&team.scratch->wait_ns[r]);  // for weights; loaded beside the message
     const uint64_t start = ptx::global_timer_ns();
     const bool came = epoch != 0 && wait_or_mask(p.session, r, epoch, [&](int64_t &seen) {
                         return load_message(line, epoch, theirs, seen);
                       });
     if (epoch != 0 && (team.flags & DK_TEAM_SHRINK) == 0)
-      team.scratch->wait_ns[r] += ptx::global_timer_ns() - start;  // weights were awaited before
-    if (p.wait_stats() != nullptr) p.wait_stats()[r] += static_cast<int64_t>(team.scratch->wait_ns[r]);
+      team.scratch->wait_ns[r] = waited += ptx::global_timer_ns() - start;
+    if (p.wait_stats() != nullptr)  // an addition that waits for no load
+      atomicAdd(reinterpret_cast<unsigned long long *>(&p.wait_stats()[r]), static_cast<unsigned long long>(waited));
     if (!came) continue;
     const Difference difference = compare_messages(mine, &theirs);
     if (difference.field != DK_FIELD_NONE)

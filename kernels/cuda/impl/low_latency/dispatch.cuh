@@ -310,6 +310,7 @@ __global__ void __launch_bounds__(kLlThreads, 1) dispatch(const __grid_constant_
   const CodeTile tile(tables, p.num_topk, p.tile_tokens);
   auto *calls = reinterpret_cast<LowLatencyCall *>(tables);
   const EarlyStart start = load_start(p);
+  const EarlyControl control = load_control(p);
   EarlySend early{};
   if (p.sends()) early = load_early_send(p, tile);
   if (threadIdx.x == 0) sending.peers = peers;
@@ -317,10 +318,10 @@ __global__ void __launch_bounds__(kLlThreads, 1) dispatch(const __grid_constant_
   const bool begun = begin_low_latency(p, start, peers);
   const LowLatencyCall call = low_latency_call(p, start, true);
   if (begun) {
-    if (is_control_block()) post_low_latency(p, call);
+    if (is_control_block()) post_low_latency(p, call, peers, control);
     const bool good = !p.sends() || !is_worker() || send_tokens(p, call, tile, early, &sending);
     mark(kMarkSent, threadIdx.x == 0);
-    if (is_control_block()) publish_newest_by_last_warp(p.session.team);  // rows are on their way meanwhile
+    if (is_control_block() && p.sends()) publish_newest_by_last_warp(p.session.team, counts_to_publish(p));
     if (p.receives() && good) {
       find_source_calls(p, call, calls);
       if (is_control_block()) check_low_latency_peers(p, calls);
