@@ -14,7 +14,7 @@ GUIDES: dict[str, list[str]] = {
         *("docs/internode", "docs/ampere", "docs/tenants", "docs/versions"),
         "docs/compatibility",
     ],
-    "Measured": ["docs/performance", "docs/gpu-runs", "docs/simulation"],
+    "Measured": ["docs/performance", "docs/gpu-runs", "docs/simulation", "docs/scale"],
 }
 PROJECT = ["ARCHITECTURE", "RATIONALE", "CONTRIBUTING", "SECURITY", "CHANGELOG", "docs/renames"]
 
