@@ -63,23 +63,17 @@ __device__ inline void publish_counters(const TeamView &team, uint64_t op, uint6
 __device__ inline void publish_newest(const TeamView &team, uint64_t at_least = 1) {
   Scratch *scratch = team.scratch;
   const int lane = lane_id();
-  const uint64_t num = load_fresh(&scratch->num_waiting), next = load_fresh(&scratch->trace_next),
-                 progress = load_fresh(&scratch->progress);
-  uint64_t op = load_fresh(&scratch->waiting[0].op), bucket = load_fresh(&scratch->waiting[0].bucket),
-           index = load_fresh(&scratch->waiting[0].index), record = load_record(team, 0, lane);
+  const uint64_t num = load_fresh(&scratch->num_waiting), progress = load_fresh(&scratch->progress);
   if (num < at_least) return;
   if (lane == 0) store_out(&team.status->progress, progress);
 #pragma unroll 1
-  for (uint64_t i = 0; team.stats != nullptr;) {
-    publish_counters(team, op, bucket);
+  for (uint64_t i = 0; team.stats != nullptr && i < num; ++i) {
+    const WaitingCount *count = scratch->waiting + i;
+    const uint64_t record = load_record(team, static_cast<int>(i), lane), index = load_fresh(&count->index);
+    publish_counters(team, load_fresh(&count->op), load_fresh(&count->bucket));
     store_trace(team, lane, record, index);
-    if (++i == num) break;
-    op = load_fresh(&scratch->waiting[i].op);
-    bucket = load_fresh(&scratch->waiting[i].bucket);
-    index = load_fresh(&scratch->waiting[i].index);
-    record = load_record(team, static_cast<int>(i), lane);
   }
-  if (team.stats != nullptr) store_num_records(team, lane, next);
+  if (team.stats != nullptr) store_num_records(team, lane, load_fresh(&scratch->trace_next));
   __syncwarp();
   if (lane == 0) scratch->num_waiting = 0;
 }
