@@ -161,7 +161,10 @@ void drop_teams(struct rank *me, struct mark mark) {
   settle(me);
   for (int i = mark.shares; i < me->num_shares; i++) drop_share(me->shares[i], me->index, false);
   settle(me);
-  for (int i = mark.shares; i < me->num_shares; i++) drop_share(me->shares[i], me->index, true);
+  for (int i = mark.shares; i < me->num_shares; i++) {
+    drop_share(me->shares[i], me->index, true);
+    free(me->shares[i]);
+  }
   me->num_transports = mark.transports;
   me->num_shares = mark.shares;
 }
