@@ -61,13 +61,8 @@ void show_roles(const Rank &rank, int op, int calls) {
 void time_nodes(Rank &rank, const std::vector<int> &sms) {
   const Shape &s = rank.world->shape;
   const Routing routing(s, s.tokens, 1, false);
-  Arrays a = prepare(rank, routing, s.hidden, s.hidden / 128);
+  Arrays a = prepare_counted(rank, routing, s.hidden);
   const int64_t crossing = rows_to_other_nodes(rank, routing);
-  rank.meet();
-  layout(rank, a, routing);
-  notify(rank, a, routing, s.hidden, s.hidden / 128);
-  rank.sync();
-  rank.meet();
   auto timed = [&](const char *what, int num_sms, double row_bytes, int op, auto call) {
     const OwnTime before = own_time(rank, op);
     show_roles(rank, 0, 0);  // forgets what was before

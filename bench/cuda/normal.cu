@@ -227,14 +227,9 @@ void time_normal(Rank &rank, const std::vector<int> &sms) {
   const Shape &s = rank.world->shape;
   if (rank.segment == 0) rank.register_segment(2ull * s.ranks * s.tokens * s.hidden);
   const Routing routing(s, s.tokens, 1, false);
-  Arrays a = prepare(rank, routing, s.hidden, s.hidden / 128);
+  Arrays a = prepare_counted(rank, routing, s.hidden);
   const bool first = rank.rank == 0;
   const int rows = a.rows;
-  rank.meet();
-  layout(rank, a, routing);
-  notify(rank, a, routing, s.hidden, s.hidden / 128);
-  rank.sync();
-  rank.meet();
   auto timed = [&](const char *what, int num_sms, double bytes, int op, auto call) {
     const OwnTime before = own_time(rank, op);
     const Timing t = measure(rank, s.iterations, op != DK_OP_BARRIER, call);

@@ -75,6 +75,16 @@ void release(Rank &rank, Arrays &a) {
   a = {};
 }
 
+Arrays prepare_counted(Rank &rank, const Routing &routing, int hidden) {
+  Arrays a = prepare(rank, routing, hidden, hidden / 128);
+  rank.meet();
+  layout(rank, a, routing);
+  notify(rank, a, routing, hidden, hidden / 128);
+  rank.sync();
+  rank.meet();
+  return a;
+}
+
 void layout(Rank &rank, const Arrays &a, const Routing &routing) {
   dk_layout_params p{};
   rank.header(p);

@@ -22,6 +22,8 @@ struct Arrays {
 };
 
 Arrays prepare(Rank &rank, const Routing &routing, int hidden, int num_scales);
+// With the layout and the counts of all ranks: for dispatches to be timed. Collective.
+Arrays prepare_counted(Rank &rank, const Routing &routing, int hidden);
 void release(Rank &rank, Arrays &a);
 
 void layout(Rank &rank, const Arrays &a, const Routing &routing);

@@ -68,12 +68,7 @@ struct Sweep {
 
 // All operations at one number of tokens, with each number of SMs.
 void sweep_sms(Rank &rank, Point at, const Routing &routing, const std::vector<int> &sms) {
-  Arrays arrays = prepare(rank, routing, at.hidden, at.hidden / 128);
-  rank.meet();
-  layout(rank, arrays, routing);
-  notify(rank, arrays, routing, at.hidden, at.hidden / 128);
-  rank.sync();
-  rank.meet();
+  Arrays arrays = prepare_counted(rank, routing, at.hidden);
   Sweep sweep{rank, at, routing, arrays, max_rows(routing)};
   if (sms.size() == 1) {
     sweep.timed("layout", 0, DK_OP_LAYOUT, [&] { layout(rank, arrays, routing); });
