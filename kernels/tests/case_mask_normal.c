@@ -234,36 +234,12 @@ static void halves(struct rank *me) {
 
 /* ---- With a routing ---------------------------------------------------------------------------------------------- */
 
-static const struct routed_spec kPlain = {.plain = true,
-                                          .tokens = 30,
-                                          .experts = 3,
-                                          .topk = 4,
-                                          .hidden = 64,
-                                          .row_bytes = 128,
-                                          .scales = 3,
-                                          .columns = true,
-                                          .alignment = 4,
-                                          .weights = true,
-                                          .biases = 1},
-                                kExpanded = {.tokens = 30,
-                                             .experts = 3,
-                                             .topk = 4,
-                                             .hidden = 64,
-                                             .row_bytes = 128,
-                                             .scales = 3,
-                                             .columns = true,
-                                             .alignment = 4,
-                                             .weights = true,
-                                             .padding = true,
-                                             .pattern = DUPLICATES},
-                                kApart = {.tokens = 30,
-                                          .experts = 3,
-                                          .topk = 4,
-                                          .hidden = 64,
-                                          .row_bytes = 128,
-                                          .alignment = 1,
-                                          .weights = true,
-                                          .unreduced = true};
+#define ROUTED(name, ...)                  \
+  static const struct routed_spec name = { \
+      .tokens = 30, .experts = 3, .topk = 4, .hidden = 64, .row_bytes = 128, .weights = true, __VA_ARGS__}
+ROUTED(kPlain, .plain = true, .scales = 3, .columns = true, .alignment = 4, .biases = 1);
+ROUTED(kExpanded, .scales = 3, .columns = true, .alignment = 4, .padding = true, .pattern = DUPLICATES);
+ROUTED(kApart, .alignment = 1, .unreduced = true);
 
 static void routed_without(struct team *t, const struct routed_spec *spec, uint64_t salt, uint32_t absent) {
   struct routed *n = make_routed(t, spec, salt);
