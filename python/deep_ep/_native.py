@@ -13,6 +13,7 @@ from ._lib import Library, library, stay_at_exit
 
 SLICE_MS = 50  # a waiting call returns to Python this often, so that Ctrl-C is seen
 DESTROYED = "the buffer is destroyed"
+MAX_RANKS = 1024  # of a group, as in the library
 
 AllGather = Callable[[bytes], list[bytes]]
 T = TypeVar("T")
@@ -301,7 +302,7 @@ class NativeBuffer:
 
     def lost_ranks(self) -> list[int]:
         """deepep_buffer_lost_ranks."""
-        ranks, count = (ctypes.c_int32 * 1024)(), ctypes.c_int32()
+        ranks, count = (ctypes.c_int32 * MAX_RANKS)(), ctypes.c_int32()
         self.check(self.lib.without_gil.deepep_buffer_lost_ranks(self, len(ranks), ranks, ctypes.byref(count)))
         return list(ranks[: count.value])
 

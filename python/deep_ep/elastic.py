@@ -22,6 +22,7 @@ from ._elastic import (
     check_beside_handle,
 )
 from ._memory import HAS_ROW_POOLS
+from ._native import MAX_RANKS
 from ._plan import plan
 from ._torch import FLOAT32, INDEX_TYPES, INT32, OptionalTensor, Tensor, is_compiling, native, opaque
 from .bootstrap import Bootstrap
@@ -43,7 +44,6 @@ CPU_SECONDS, GPU_SECONDS = 300, 100
 KEY_MARK = "@"  # between V1's join key and the ranks for which the buffer has memory
 USUAL_SMS = 20
 MOST_TOPK = 128
-MOST_RANKS = 1024
 COMPUTE_CAPABILITY = 90  # for which SMs are chosen
 Group = Any
 
@@ -707,7 +707,7 @@ def _read_key(join: object) -> tuple[str, int]:
     if not isinstance(join, str):
         raise type_error("join", type(join).__name__, "the join_key of a buffer of V2")
     key, mark, ranks = join.rpartition(KEY_MARK)
-    if not mark or not ranks.isascii() or not ranks.isdigit() or not 1 <= int(ranks) <= MOST_RANKS:
+    if not mark or not ranks.isascii() or not ranks.isdigit() or not 1 <= int(ranks) <= MAX_RANKS:
         raise value_error("join", repr(join), "the join_key of a buffer of V2")
     return key, int(ranks)
 
