@@ -41,6 +41,9 @@ $(OBJ)/nvshmem.flags: FORCE | $(CUDA_READY) $(NVSHMEM_READY)
 $(OBJ)/nvshmem_build_id.h: FORCE
 	$(call keep,#define DK_NVSHMEM_BUILD_ID "$(call build_id,kernels/abi kernels/cuda $(NVSHMEM_SRC) $(wildcard nvshmem/*.h nvshmem/*.cuh nvshmem/*.cpp) nvshmem/internode)")
 
+# Its kernels have 640 threads, hence 96 registers a thread: what they call may not take more, which nvcc chooses by itself for each code.
+$(OBJ)/nvshmem/internode/normal.o: NVSHMEM_FLAGS += -maxrregcount=96
+
 $(NVSHMEM_OBJ): $(OBJ)/%.o: %.cu $(OBJ)/nvshmem.flags | $(CUDA_READY) $(NVSHMEM_READY) $(OBJ)/nvshmem_build_id.h need-cxx
 	@mkdir -p $(@D)
 	$(NVCC) $(NVSHMEM_FLAGS) $(call code_of,$*) $(call nvcc_names,$<) -MMD -MP -MF $(@:.o=.d) -c -o $@ $<
