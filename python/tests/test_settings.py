@@ -92,12 +92,20 @@ def test_sub_team_in_a_plan():
 
 
 def rank_orders(ctx, folder):
+    from deep_ep import DeepEPError
+
     for order in ("linear", "planned", "rotated", "spread", "auto"):
         os.environ["DEEPEP_QP_ORDER"] = order
         try:
             with Log(ctx, folder, "info") as log, lowlat.buffer_of(ctx, LL_CASE, 16, num_nvl_peers=2) as buffer:
                 lowlat.combine_and_check(ctx, buffer, lowlat.dispatch_and_check(ctx, buffer, LL_CASE, 16))
-            assert log.lines(f"made in the order {'spread' if order == 'auto' else order}"), log.lines()
+            if ctx.engine == "cpu":
+                assert log.lines(f"made in the order {'spread' if order == 'auto' else order}"), log.lines()
+            else:
+                assert order in ("auto", "rotated"), f"{order} was not refused"
+        except DeepEPError as error:
+            assert ctx.engine != "cpu" and order not in ("auto", "rotated"), error
+            assert f'DEEPEP_QP_ORDER: got "{order}", allowed auto or rotated' in str(error), error
         finally:
             del os.environ["DEEPEP_QP_ORDER"]
 
@@ -114,7 +122,7 @@ def rank_options(ctx, folder):
 
     with Log(ctx, folder) as log, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        tokens = torch.zeros(4, 2, dtype=torch.int64)
+        tokens = torch.zeros(4, 2, dtype=torch.int64, device=ctx.device)
         with normal.buffer_of(ctx, num_nvl_peers=ctx.size) as buffer:
             for _ in range(2):
                 buffer.get_dispatch_layout(tokens, 8)
@@ -122,7 +130,7 @@ def rank_options(ctx, folder):
         for _ in range(2):
             options = {"num_nvl_peers": ctx.size, "allow_mnnvl": True, "zero_copy_bytes": 1 << 20}
             with lowlat.buffer_of(ctx, LL_CASE, 16, num_nvl_bytes=1 << 22, **options) as buffer:
-                x = torch.zeros(3, 512, dtype=torch.bfloat16)
+                x = torch.zeros(3, 512, dtype=torch.bfloat16, device=ctx.device)
                 buffer.low_latency_dispatch(x, tokens[:3], 16, 8, opt_level=2)
                 if ctx.engine == "cpu":
                     config = Config(34, 7, 99, 5, 50)
