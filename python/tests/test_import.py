@@ -194,7 +194,8 @@ threads = len(os.listdir("/proc/self/task"))
 for name in modules:
     __import__(name)
 maps = open("/proc/self/maps").read()
-print([line for line in maps.splitlines() if "deepep" in line and ".so" in line])
+files = [line.split("/")[-1] for line in maps.splitlines()]
+print([file for file in files if "deepep" in file and ".so" in file])
 print(len(os.listdir("/proc/self/task")) - threads)
 print(torch.cuda.is_initialized())
 print([name for name in sys.modules if name.startswith(("deep_ep.selftest", "deep_ep.ops", "deep_ep.nn"))])
