@@ -36,10 +36,9 @@ def grouped_product(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
         ends = counts.to(device=rows.device).cumsum(0).to(torch.int32)
         product: Tensor = F.grouped_mm(rows, weight, offs=ends)
         return product
-    parts = torch.split(rows, _lengths(counts, rows.shape[0]))
-    products = [part @ matrix for part, matrix in zip(parts, weight, strict=False)]
-    rest = rows.shape[0] - sum(part.shape[0] for part in parts[: weight.shape[0]])
-    return torch.cat([*products, rows.new_zeros((rest, weight.shape[2]))])
+    *parts, rest = torch.split(rows, _lengths(counts, rows.shape[0]))
+    products = [part @ matrix for part, matrix in zip(parts, weight, strict=True)]
+    return torch.cat([*products, rows.new_zeros((rest.shape[0], weight.shape[2]))])
 
 
 def _lengths(counts: Tensor, rows: int) -> list[int]:
@@ -112,8 +111,8 @@ def apply_to_groups(experts: nn.Module, rows: Tensor, counts: Tensor | None) -> 
         return results
     if counts is None:
         return torch.stack([expert(rows[index]) for index, expert in enumerate(experts)])
-    parts = torch.split(rows, _lengths(counts, rows.shape[0]))
-    return torch.cat([*(expert(part) for expert, part in zip(experts, parts, strict=False)), parts[-1]])
+    *parts, rest = torch.split(rows, _lengths(counts, rows.shape[0]))
+    return torch.cat([*(expert(part) for expert, part in zip(experts, parts, strict=True)), rest])
 
 
 def dtype_of(parameters: Iterable[nn.Parameter], default: torch.dtype) -> torch.dtype:
