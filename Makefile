@@ -2,9 +2,9 @@
 #
 # Settings (make NAME=value): PYTHON (makes .venv; its torch is used if it has one), GO, CC, CXX, NVCC, SM90=0 (no
 # sm_90a code), CODES (all: machine code for every GPU, as in the wheel), GLIBC (2.28: libraries for that C library and
-# later, as in the wheel), ENGINE (cpu or cuda, for run and bench), ARGS (options for run, bench), PREFIX and DESTDIR
-# (install), DEEPEP_BUILD (install: cpu, cuda or all, in place of what the machine can build), ARCH=aarch64 (a cross
-# build into build/aarch64).
+# later, as in the wheel), CUDA12=0 (a wheel without the library for drivers of CUDA 12), ENGINE (cpu or cuda, for run
+# and bench), ARGS (options for run, bench), PREFIX and DESTDIR (install), DEEPEP_BUILD (install: cpu, cuda or all, in
+# place of what the machine can build), ARCH=aarch64 (a cross build into build/aarch64).
 
 GO     ?= go
 PYTHON ?= python3
@@ -55,6 +55,11 @@ $(VENV_STAMP): tools/setup_venv.sh tools/requirements.txt tools/requirements-tor
 
 $(CUDA_STAMP): tools/requirements-cuda.txt | $(VENV_STAMP)
 	@tools/setup_venv.sh cuda
+	@touch $@
+
+CUDA12_STAMP := .venv/.stamp-cuda12
+$(CUDA12_STAMP): tools/cuda12.py tools/requirements-cuda12.txt | $(VENV_STAMP)
+	@tools/setup_venv.sh cuda12
 	@touch $@
 
 DOCS_STAMP := .venv/.stamp-docs
@@ -194,8 +199,10 @@ NVCC_HOST  := -ccbin $(CXX)
 endif
 
 # nvcc names what is local to a file after the file's full path and a process id: here after the path in the tree, so that
-# two builds are the same. Symbols that only a linker reads name nvcc's temporary files, and go out.
-nvcc_names = -frandom-seed=$1 -Xcudafe --orig_src_path_name=/$1 -Xcicc --orig_src_path_name=/$1 \
+# two builds are the same. Symbols that only a linker reads name nvcc's temporary files, and go out. nvcc 12 takes no seed
+# and needs none.
+OLD_NVCC = $(if $(findstring release 12.,$(shell $(NVCC) --version 2>&1)),yes)
+nvcc_names = $(if $(OLD_NVCC),,-frandom-seed=$1) -Xcudafe --orig_src_path_name=/$1 -Xcicc --orig_src_path_name=/$1 \
   $(foreach home,$(NVSHMEM_HOME) $(CUDA_HOME),$(foreach at,$(home) $(realpath $(home)),-Xcompiler -ffile-prefix-map=$(at)=.)) \
   -Xcompiler -ffile-prefix-map=$(CURDIR)=.
 GPU_LINKFLAGS = $(LINKFLAGS) -Wl,-s
@@ -247,6 +254,12 @@ $(LIB)/libdeepep_cuda.so: $(CUDA_OBJ) tools/kernels.map | $(LINK_READY)
 
 cuda: $(if $(CUDA_SRC),$(LIB)/libdeepep_cuda.so) ## build libdeepep_cuda.so (no GPU needed)
 	@$(if $(CUDA_SRC),:,echo "cuda: kernels/cuda has no .cu files: nothing to build")
+
+# The same sources by nvcc 12.4, for drivers that CUDA 13 does not take. It knows no Blackwell and no compression.
+cuda12: $(CUDA12_STAMP) ## build libdeepep_cuda12.so, for drivers 525 to 579 (x86-64)
+	@$(MAKE) --no-print-directory BUILD=$(BUILD)/cuda12 CODES=some NVCC=$(CURDIR)/.venv/cuda12/bin/nvcc cuda
+	@mkdir -p $(LIB)
+	install -m 755 $(BUILD)/cuda12/lib/libdeepep_cuda.so $(LIB)/libdeepep_cuda12.so
 
 include kernels/tests/emulate/build.mk
 include nvshmem/build.mk
@@ -345,19 +358,23 @@ WHEEL_BUILD := build/release
 WHEEL_MAKE  = $(MAKE) --no-print-directory BUILD=$(WHEEL_BUILD) CODES=all GLIBC=$(WHEEL_GLIBC)
 WHEEL_TAG   = manylinux_$(subst .,_,$(WHEEL_GLIBC))_$(or $(ARCH),$(shell uname -m))
 
+# nvcc 12.4 can be had for x86-64.
+WHEEL_CUDA12 := $(if $(filter 0,$(CUDA12)),,$(if $(filter x86_64,$(ARCH)),cuda12))
+
 # What the wheel tells of itself; setup.py adds it.
 RELEASE   := PYTHONPATH=tools $(VENV) -m release
 SBOM      := $(CURDIR)/$(WHEEL_BUILD)/sbom.cdx.json
 
 wheel-libraries: venv $(RELEASE_STAMP) ## build what the wheel holds, into build/release
-	@$(WHEEL_MAKE) --jobs=$(JOBS) lib kernels program cuda $(WHEEL_BUILD)/lib/libdeepep_nvshmem.so
+	@$(if $(WHEEL_CUDA12),:,rm -f $(WHEEL_BUILD)/lib/libdeepep_cuda12.so)
+	@$(WHEEL_MAKE) --jobs=$(JOBS) lib kernels program cuda $(WHEEL_CUDA12) $(WHEEL_BUILD)/lib/libdeepep_nvshmem.so
 
 wheel: wheel-libraries ## build dist/deepep_go-*.whl: every GPU's code, glibc 2.28 or later, any Python 3
 	@rm -rf $(WHEEL_BUILD)/wheel
 	@$(RELEASE).sbom --build $(WHEEL_BUILD) --output $(SBOM)
 	DEEPEP_SBOM=$(SBOM) DEEPEP_BUILD=release $(VENV) -m pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation --wheel-dir $(WHEEL_BUILD)/wheel .
 	PATH="$(CURDIR)/.venv/bin:$$PATH" $(VENV) -m auditwheel repair --plat $(WHEEL_TAG) --only-plat --wheel-dir dist $(WHEEL_BUILD)/wheel/*.whl
-	$(if $(filter 0,$(SM90)),@echo 'SM90=0: a wheel for trials: no code for newer GPUs',$(VENV) tools/check_wheel.py dist/deepep_go-$(VERSION)-py3-none-$(WHEEL_TAG).whl)
+	$(if $(filter 0,$(SM90) $(CUDA12)),@echo 'SM90=0 or CUDA12=0: a wheel for trials: code for some GPUs or drivers is not in it',$(VENV) tools/check_wheel.py dist/deepep_go-$(VERSION)-py3-none-$(WHEEL_TAG).whl)
 
 SITE := $(BUILD)/site
 docs: $(DOCS_STAMP) | need-go ## build build/site: the documents and the references of Python, C, C++ and Go as one static site
@@ -400,5 +417,5 @@ release: venv | need-go-cc-cxx-python ## make dist/ of the commit: wheel, source
 clean: ## remove what was built (.venv stays)
 	rm -rf build dist
 
-.PHONY: help venv lib program compile-commands all-ready ready kernels kernel-tests cuda emulated nvshmem nvshmem-versions run test test-full test-gpu clients test-aarch64 bench lint fmt abi-check \
+.PHONY: help venv lib program compile-commands all-ready ready kernels kernel-tests cuda cuda12 emulated nvshmem nvshmem-versions run test test-full test-gpu clients test-aarch64 bench lint fmt abi-check \
   sanitize sanitize-gpu generate check docs docs-picture wheel wheel-libraries release native matrix install clean FORCE

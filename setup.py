@@ -37,6 +37,7 @@ class BuildWithMake(build_py):
         names = [f"libdeepep.so.{build_native.version().split('.')[0]}", "libdeepep_cpu.so", "deepep_torch.abi3.so"]
         names += [] if wanted == "cpu" else [build_native.CUDA]
         names += [] if wanted in ("cpu", "cuda") else [build_native.NVSHMEM]
+        names += [build_native.OLDER_CUDA] if wanted == "release" else []
         libraries = [FROM / "lib" / name for name in names]
         package = pathlib.Path(self.build_lib) / "deep_ep"
         return {

@@ -53,11 +53,11 @@ func loadEngine(name, dir string) (*kern.Library, error) {
 		if l, ok := libraries.loaded.Load(key); ok {
 			return l, nil
 		}
-		q := dl.Query{File: "libdeepep_" + name + ".so", Dir: dir}
+		q := dl.Query{File: env.LibraryFile(name), Dir: dir}
 		if image := embedded.Load(); image != nil && name == EngineCPU {
 			q.Image = *image
 		}
-		l, err := kern.Load(q)
+		l, err := kern.LoadOrOlder(q, env.OlderLibraryFile(name))
 		if err == nil {
 			libraries.loaded.Store(key, l)
 		}

@@ -2,7 +2,9 @@ package core
 
 import (
 	"errors"
+	"fmt"
 	"os"
+	"os/exec"
 	"path/filepath"
 	"runtime"
 	"testing"
@@ -168,6 +170,46 @@ func TestQueuePairsAreMadeByThePlan(t *testing.T) {
 		}
 		if code := l.TransportClose(&abi.TransportCloseParams{Transport: p.Transport}); code != 0 {
 			t.Errorf("closing: code %d", code)
+		}
+	}
+}
+
+// fakeLibraries returns a function that builds a library that does nothing, with a setting of its source.
+func fakeLibraries(t *testing.T, dir string) func(name, define string) {
+	t.Helper()
+	gcc, err := exec.LookPath("gcc")
+	if err != nil {
+		t.Skip("needs gcc to make libraries")
+	}
+	return func(name, define string) {
+		t.Helper()
+		out, err := exec.Command(gcc, "-shared", "-fPIC", "-I", "../kernels/abi", "-D"+define, "-o", filepath.Join(dir, name), "../internal/engine/testdata/fake.c").CombinedOutput()
+		if err != nil {
+			t.Fatal(string(out))
+		}
+	}
+}
+
+// Where the driver is too old for the CUDA library, the one of an older toolkit takes its place, if it finds a device.
+func TestLibraryForOldDrivers(t *testing.T) {
+	for _, c := range []struct{ newer, older, want string }{
+		{"OLD_DRIVER", "", "libdeepep_cuda.so 0"},
+		{"OLD_DRIVER", "OLD_DRIVER", "libdeepep_cuda.so 0"},
+		{"OLD_DRIVER", "HEAP", "libdeepep_cuda12.so 1"},
+		{"HEAP", "HEAP", "libdeepep_cuda.so 1"},
+	} {
+		dir := t.TempDir() // the loader knows libraries by their files
+		build := fakeLibraries(t, dir)
+		build("libdeepep_cuda.so", c.newer)
+		if c.older != "" {
+			build("libdeepep_cuda12.so", c.older)
+		}
+		l, err := loadEngine(EngineCUDA, dir)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if got := fmt.Sprintf("%s %d", filepath.Base(l.Path), l.NumDevices); got != c.want {
+			t.Errorf("%s and %s: got %s, want %s", c.newer, c.older, got, c.want)
 		}
 	}
 }

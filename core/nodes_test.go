@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"os/exec"
 	"path/filepath"
 	"strings"
 	"sync"
@@ -290,17 +289,8 @@ func TestDestroyAcrossNodes(t *testing.T) {
 // The CUDA engine takes its library with NVSHMEM where ranks are beyond NVLink, and that alone. Two libraries that do
 // nothing stand in for both.
 func TestNodesOfGPUsNeedTheirLibrary(t *testing.T) {
-	gcc, err := exec.LookPath("gcc")
-	if err != nil {
-		t.Skip("needs gcc to make libraries")
-	}
 	dir := t.TempDir()
-	build := func(name, define string) {
-		out, err := exec.Command(gcc, "-shared", "-fPIC", "-I", "../kernels/abi", "-D"+define, "-o", filepath.Join(dir, name), "../internal/engine/testdata/fake.c").CombinedOutput()
-		if err != nil {
-			t.Fatal(string(out))
-		}
-	}
+	build := fakeLibraries(t, dir)
 	t.Setenv("DEEPEP_KERNELS", dir)
 	made := func(perNode int, o BufferOptions) (paths []string, err error) {
 		exchangers := NewLocal(2)

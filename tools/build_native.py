@@ -27,6 +27,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 CHOICES = ("auto", "cpu", "cuda", "all", "release")
 OLDEST_NVCC = (12, 3)
 CUDA, NVSHMEM = "libdeepep_cuda.so", "libdeepep_nvshmem.so"
+OLDER_CUDA = "libdeepep_cuda12.so"  # of releases alone
 
 
 def version() -> str:

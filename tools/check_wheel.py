@@ -4,10 +4,11 @@
     tools/check_wheel.py FILE.whl
 
 * Its tag is py3-none-manylinux_2_28 of its machine, and auditwheel, where it is installed, agrees.
-* It holds the engine, all three kernel libraries, the program and the headers; it is smaller than 60 MB.
+* It holds the engine, all kernel libraries (on x86-64 that for drivers of CUDA 12, too), the program and the headers;
+  it is smaller than 60 MB.
 * No library needs a symbol newer than glibc 2.28, nor any library but the C library's and libgcc_s: not torch, not
   CPython, nothing of NVIDIA's.
-* The GPU libraries hold machine code for every GPU that is promised, and the CUDA library PTX for later ones.
+* The GPU libraries hold machine code for every GPU that is promised, and the CUDA libraries PTX for later ones.
 """
 
 from __future__ import annotations
@@ -25,8 +26,11 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
 import abi_check  # noqa: E402
 
 GLIBC, LARGEST = (2, 28), 60_000_000
-CODES = {name: {80, 90, 100, 103, 120} for name in ("libdeepep_cuda.so", "libdeepep_nvshmem.so")}
-PTX = {"libdeepep_cuda.so": 90}
+OLDER_CUDA = "libdeepep_cuda12.so"  # nvcc 12.4 knows no newer GPUs
+CODES = {name: {80, 90, 100, 103, 120} for name in ("libdeepep_cuda.so", "libdeepep_nvshmem.so")} | {
+    OLDER_CUDA: {80, 90}
+}
+PTX = {"libdeepep_cuda.so": 90, OLDER_CUDA: 90}
 FATBIN, KIND_PTX, KIND_CODE = 0xBA55ED50, 1, 2
 
 
@@ -69,6 +73,7 @@ def problems(wheel: pathlib.Path) -> list[str]:
     if wheel.stat().st_size >= LARGEST:
         lines.append(f"{wheel.stat().st_size} bytes, {LARGEST} are promised")
     names = ["lib/libdeepep_cpu.so", "lib/libdeepep_cuda.so", "lib/libdeepep_nvshmem.so"]
+    names += [f"lib/{OLDER_CUDA}"] if tag and tag[1] == "x86_64" else []
     names += [f"lib/{abi_check.soname()}", "bin/deepep", "include/deepep.h", "include/deepep.hpp"]
     with zipfile.ZipFile(wheel) as archive, tempfile.TemporaryDirectory() as folder:
         held = set(archive.namelist())

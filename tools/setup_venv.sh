@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# setup_venv.sh base|cuda|nvshmem|release|docs|cross ARCH - makes or completes .venv in the repository's root. Run through make.
+# setup_venv.sh base|cuda|cuda12|nvshmem|release|docs|cross ARCH - makes or completes .venv in the repository's root. Run through make.
 #   base: torch (unless the Python named by PYTHON has it), the pinned tools, deep_ep importable from python/, and
 #         the program deepep of build/
 #   cuda: nvcc and the libraries it needs, from PyPI's wheels
+#   cuda12: nvcc 12.4 in .venv/cuda12, from Debian's package and PyPI's wheels
 #   nvshmem: NVSHMEM, likewise
 #   release: the linker and the checks of `make wheel`
 #   cross ARCH: what CUDA code for another machine is linked with, into .venv/ARCH, of the same releases
@@ -60,9 +61,13 @@ cross() {
 case ${1:-} in
 base) base ;;
 cuda) fetch cuda nvcc ;;
+cuda12)
+	fetch cuda12 "headers and libraries of CUDA 12"
+	.venv/bin/python tools/cuda12.py .venv/cuda12
+	;;
 nvshmem) fetch nvshmem NVSHMEM ;;
 release) fetch release "zig (to link) and auditwheel, 100 MB," ;;
 docs) fetch docs Sphinx ;;
 cross) cross "${2:?ARCH}" ;;
-*) echo "usage: tools/setup_venv.sh base|cuda|nvshmem|release|docs|cross ARCH" >&2; exit 2 ;;
+*) echo "usage: tools/setup_venv.sh base|cuda|cuda12|nvshmem|release|docs|cross ARCH" >&2; exit 2 ;;
 esac

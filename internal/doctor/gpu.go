@@ -118,15 +118,18 @@ func driverVersion(text string) (v string, open bool) {
 	return "version unknown", strings.Contains(line, "Open Kernel Module")
 }
 
-// driverNeeded is the minimum driver of the library that was found. If known is false, its toolkit is unknown and the
-// minimum is that of the prebuilt one.
+// driverNeeded is the minimum driver of the library that was found, of several the lowest. If known is false, no
+// toolkit is known and the minimum is that of the prebuilt one.
 func (e *exam) driverNeeded() (v version, toolkit int, known bool) {
 	for _, k := range e.opt.Kernels {
-		if v, ok := minDriver[k.Toolkit/1000]; ok {
-			return v, k.Toolkit / 1000, true
+		if need, ok := minDriver[k.Toolkit/1000]; ok && (!known || need.less(v)) {
+			v, toolkit, known = need, k.Toolkit/1000, true
 		}
 	}
-	return minDriver[13], 13, false
+	if !known {
+		return minDriver[13], 13, false
+	}
+	return v, toolkit, true
 }
 
 // checkCompute compares each GPU's compute capability with the architectures in the library.

@@ -16,6 +16,17 @@ const (
 	EngineCUDA = "cuda"
 )
 
+// LibraryFile is the file of a kernel library by its kind: an engine, or nvshmem.
+func LibraryFile(kind string) string { return "libdeepep_" + kind + ".so" }
+
+// OlderLibraryFile is the file of the same library by an older toolkit, for older drivers; "" where there is none.
+func OlderLibraryFile(kind string) string {
+	if kind == EngineCUDA {
+		return LibraryFile("cuda12")
+	}
+	return ""
+}
+
 // Choices for Settings.ISA, the instruction set of the CPU kernels.
 const (
 	ISAAuto     = "auto" // the newest one that the processor has

@@ -18,6 +18,7 @@ type Library struct {
 	NumDevices int
 	Reason     string // why no device can be used, where NumDevices is 0
 	Limits     Limits
+	oldDriver  bool // no device can be used, for want of a newer driver
 
 	functions functions
 }
@@ -27,6 +28,23 @@ type functions [numFunctions]uintptr
 
 // Limits are the library's own for low-latency calls: top-k, num_max_dispatch_tokens_per_rank, local experts.
 type Limits struct{ TopK, Tokens, LocalExperts int32 }
+
+// insufficientDriver is CUDA's error number for a driver that is too old for the library's toolkit.
+const insufficientDriver = 35
+
+// LoadOrOlder loads a kernel library. Where the driver is too old for it, it is the one in the file `older`, of an older
+// toolkit, if that lies in the same place and finds a device. "" for older: there is none.
+func LoadOrOlder(q dl.Query, older string) (*Library, error) {
+	l, err := Load(q)
+	if err != nil || older == "" || !l.oldDriver {
+		return l, err
+	}
+	q.File = older
+	if other, err := Load(q); err == nil && other.NumDevices > 0 {
+		return other, nil
+	}
+	return l, nil
+}
 
 // Load finds a kernel library, resolves all its functions and compares versions.
 func Load(q dl.Query) (*Library, error) {
@@ -54,6 +72,7 @@ func (l *Library) bind(file *dl.Library) error {
 	}
 	l.Kind, l.Build, l.Reason = Text(p.Kind[:]), Text(p.Build[:]), Text(p.Reason[:])
 	l.Caps, l.NumDevices = p.Caps, int(p.NumDevices)
+	l.oldDriver = l.NumDevices == 0 && p.DeviceError == insufficientDriver
 	l.Limits = Limits{TopK: p.MaxLLTopK, Tokens: p.MaxLLTokens, LocalExperts: p.MaxLLLocalExperts}
 	return nil
 }

@@ -34,6 +34,8 @@ MARKS = (
 NVIDIA = (
     ("nvidia-cuda-runtime", ("libdeepep_cuda.so", "libdeepep_nvshmem.so")),
     ("nvidia-cuda-cccl", ("libdeepep_cuda.so", "libdeepep_nvshmem.so")),
+    ("nvidia-cuda-runtime-cu12", ("libdeepep_cuda12.so",)),
+    ("nvidia-cuda-cccl-cu12", ("libdeepep_cuda12.so",)),
     ("nvidia-nvshmem-cu13", ("libdeepep_nvshmem.so",)),
 )
 GCC_EXCEPTION = "GPL-3.0-or-later WITH GCC-exception-3.1"

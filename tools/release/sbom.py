@@ -29,18 +29,22 @@ from .facts import Commit, Paths, ReleaseError, elf_machine, head, version
 from .parts import Part, parts
 
 NAMESPACE = uuid.uuid5(uuid.NAMESPACE_DNS, "github.com/deepep-go/deepep")
-# The flags that each GPU library was compiled with, as make keeps them in build/obj.
-FLAGS = {"libdeepep_cuda.so": "cuda.flags", "libdeepep_nvshmem.so": "nvshmem.flags"}
+# The flags that each GPU library was compiled with, as make keeps them in the build folder.
+FLAGS = {
+    "libdeepep_cuda.so": "obj/cuda.flags",
+    "libdeepep_cuda12.so": "cuda12/obj/cuda.flags",
+    "libdeepep_nvshmem.so": "obj/nvshmem.flags",
+}
 
 
 def machine_codes(build: pathlib.Path, library: str) -> list[str]:
     """The codes in a GPU library: sm_90a is machine code, compute_90 PTX. Empty for a library without GPU code."""
     if library not in FLAGS:
         return []
-    flags = (build / "obj" / FLAGS[library]).read_text()
+    flags = (build / FLAGS[library]).read_text()
     codes = re.findall(r"-gencode arch=\S+,code=(\S+)", flags)
     if not codes:
-        raise ReleaseError(f"{library}: build/obj/{FLAGS[library]} names no -gencode")
+        raise ReleaseError(f"{library}: build/{FLAGS[library]} names no -gencode")
     return list(dict.fromkeys(codes))
 
 

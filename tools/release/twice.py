@@ -44,7 +44,7 @@ def release(commit: str, folder: pathlib.Path, settings: dict[str, str], variabl
 def main(variables: list[str]) -> int:
     top = pathlib.Path(tempfile.mkdtemp(prefix="deepep-twice-"))
     # The clones' environments stand on this one: of NVIDIA's packages it must have all, since they share a folder.
-    run("make", "venv", *(f".venv/.stamp-{name}" for name in ("cuda", "nvshmem", "release")))
+    run("make", "venv", *(f".venv/.stamp-{name}" for name in ("cuda", "cuda12", "nvshmem", "release")))
     commit = run("git", "rev-parse", "HEAD").strip()
     one, other = (release(commit, top / settings["folder"], settings, variables) for settings in SETTINGS)
     different = sorted(name for name in one.keys() | other.keys() if one.get(name) != other.get(name))

@@ -55,7 +55,7 @@ def test_settings_are_read(page: str) -> None:
 def wrong_make(text: str) -> list[str]:
     """Targets and settings of make commands that the Makefile does not have."""
     makefile = (ROOT / "Makefile").read_text()
-    targets = set(re.findall(r"^([a-z][a-z-]*):", makefile, re.M))
+    targets = set(re.findall(r"^([a-z][a-z0-9-]*):", makefile, re.M))
     wrong = []
     for command in (span.split("#")[0] for span in spans(text) if span.startswith("make ")):
         for word in re.sub(r"\s&&.*|;.*", "", command).split()[1:]:
