@@ -36,6 +36,19 @@ func openPool(segment C.uintptr_t) (*pool.Pool, error) {
 	return p.(*pool.Pool), nil
 }
 
+//export dpgo_pool_room
+func dpgo_pool_room(segment C.uintptr_t) (bytes C.uint64_t) {
+	guard(func() error {
+		p, err := openPool(segment)
+		if err != nil {
+			return err
+		}
+		bytes = C.uint64_t(p.Room())
+		return nil
+	})
+	return bytes
+}
+
 //export dpgo_pool_close
 func dpgo_pool_close(segment C.uintptr_t) C.int32_t {
 	return guard(func() error {

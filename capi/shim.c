@@ -640,6 +640,8 @@ DP_PUBLIC deepep_status_t deepep_pool_select(void *segment) {
   return DEEPEP_OK;
 }
 
+DP_PUBLIC uint64_t deepep_pool_room(void *segment) { return enter() == DEEPEP_OK ? dpgo_pool_room(ID(segment)) : 0; }
+
 DP_PUBLIC deepep_status_t deepep_pool_close(void *segment) {
   TRY(enter());
   return dpgo_pool_close(ID(segment));

@@ -907,6 +907,8 @@ deepep_status_t deepep_segment_release(void *address);
 deepep_status_t deepep_pool_open(void *segment);
 /* This thread allocates from the segment from now on; NULL: from none. */
 deepep_status_t deepep_pool_select(void *segment);
+/* The bytes of the largest block that the pool has room for; 0 if there is no such pool. */
+uint64_t deepep_pool_room(void *segment);
 /* The pool gives out no more blocks, and releases the segment with its last block. Returns: DEVICE. */
 deepep_status_t deepep_pool_close(void *segment);
 /* A block of the segment that deepep_pool_select named last on this thread; NULL if there is none, or no room. */

@@ -578,6 +578,7 @@ static void call_ends(deepep_call *call) { /* handles of other kinds */
   note(deepep_group_destroy((deepep_group_t)buffer));
   note(deepep_segment_release(address()));
   note(deepep_pool_open(address()));
+  (void)deepep_pool_room(address());
   note(deepep_pool_close(address()));
 }
 

@@ -63,6 +63,19 @@ func (p *Pool) Allocate(bytes uint64) uintptr {
 	return 0
 }
 
+// Room returns the bytes of the largest block that Allocate has room for.
+func (p *Pool) Room() uint64 {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	var room uint64
+	if !p.closed {
+		for _, s := range p.free {
+			room = max(room, s.bytes)
+		}
+	}
+	return room
+}
+
 // Holds reports whether address is that of an allocated block of this pool.
 func (p *Pool) Holds(at uintptr) bool {
 	p.mu.Lock()

@@ -55,6 +55,27 @@ func TestFreedBlocksJoin(t *testing.T) {
 	}
 }
 
+func TestRoomIsTheLargestBlock(t *testing.T) {
+	p := testPool(8 * align)
+	a, b := p.Allocate(3*align), p.Allocate(align)
+	for _, step := range []struct {
+		do   func() error
+		room uint64
+	}{
+		{func() error { return nil }, 4},
+		{func() error { return p.Free(a) }, 4},
+		{func() error { return p.Free(b) }, 8},
+		{p.Close, 0},
+	} {
+		if err := step.do(); err != nil {
+			t.Fatal(err)
+		}
+		if got := p.Room(); got != step.room*align || got > 0 && p.Allocate(got+1) != 0 {
+			t.Fatalf("room for %d bytes, want %d", got, step.room*align)
+		}
+	}
+}
+
 func TestPoolRefusesWhatItCannotServe(t *testing.T) {
 	p := testPool(4 * align)
 	if p.Allocate(0) != 0 || p.Allocate(5*align) != 0 || p.Allocate(1<<63) != 0 {

@@ -773,6 +773,8 @@ PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "deepep_pool_open": (I32, [VP]),
     # deepep_status_t deepep_pool_select(void *segment)
     "deepep_pool_select": (I32, [VP]),
+    # uint64_t deepep_pool_room(void *segment)
+    "deepep_pool_room": (U64, [VP]),
     # deepep_status_t deepep_pool_close(void *segment)
     "deepep_pool_close": (I32, [VP]),
     # deepep_status_t deepep_stats(deepep_buffer_t buffer, deepep_op_stats *stats, uint64_t *bytes_to_peer, uint64_t *wait_ns_per_peer)

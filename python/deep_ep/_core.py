@@ -10,9 +10,9 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from . import _abi, _torch, errors
+from . import _abi, _face, _torch, errors
 from ._lib import watch_exit
-from ._memory import HAS_ROW_POOLS, RowPool, give_back_rows
+from ._memory import HAS_ROW_POOLS, ROUTING, RowPool, give_back_rows
 from ._native import DESTROYED, SLICE_MS, Launch, NativeBuffer, NativeGroup
 from ._torch import Device, OptionalTensor
 from .errors import assertion, check_flag, type_error
@@ -116,7 +116,10 @@ class Core:
             warnings.warn(f"no memory to receive rows in place, they are copied: {error.message}", stacklevel=2)
             self._room = 0
             return
-        native.rows = RowPool(native.lib.path, native.lib.with_gil.deepep_pool_select, index, pointer, self._room)
+        lib = native.lib.with_gil
+        native.rows = RowPool(native.lib.path, lib.deepep_pool_select, index, pointer, self._room)
+        if self.compiled:
+            native.rows.set_placer(lambda pool: _face.row_placer(lib, pointer, self.device.index, pool, ROUTING))
 
     def enter(self) -> None:
         """Begins a call: waits for start-up, and lets go of the tensors of calls that have ended."""

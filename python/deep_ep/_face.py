@@ -106,6 +106,27 @@ def _check(module: Any) -> None:
         raise ImportError(f"torch counts {holders} holders of a tensor that has one")
 
 
+def row_placer(lib: Any, segment: int, device: int, pool: Any, routing: Any) -> Any:
+    """A function of a tensor, the bytes of its elements and a number of rows, which holds the interpreter's lock.
+
+    Args:
+        lib: the library's functions.
+        segment: its address.
+        device: of the pool.
+        pool: torch's number of the pool over the segment.
+        routing: torch's functions that lead a thread's allocations into a pool: begin, end, release; or None.
+
+    Returns:
+        A function that returns so many rows like those of the tensor, and their place in the segment; or None if
+        Python has to allocate them. None where there is no compiled face.
+    """
+    module = load()
+    if module is None or routing is None:
+        return None
+    addresses = address_of(lib.deepep_pool_select), address_of(lib.deepep_pool_room)
+    return functools.partial(module.place_rows, *addresses, segment, *routing, device, pool)
+
+
 def address_of(function: Any) -> int:
     """The address of a function of ctypes."""
     return ctypes.cast(function, ctypes.c_void_p).value or 0

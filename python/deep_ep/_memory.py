@@ -200,8 +200,9 @@ class _Routed:
 
 
 _routed: Callable[[Any, int], Any] | None = _Routed
+ROUTING: tuple[Any, Any, Any] | None = (_begin_allocating, _end_allocating, _release_pool)
 if _begin_allocating is None or _end_allocating is None or _release_pool is None:  # another torch
-    _routed = getattr(torch.cuda, "use_mem_pool", None)
+    _routed, ROUTING = getattr(torch.cuda, "use_mem_pool", None), None
 # torch 2.4 has no pools of memory. Received rows are copied there: the same rows, in more time.
 HAS_ROW_POOLS = _routed is not None and hasattr(torch.cuda, "MemPool")
 
@@ -219,21 +220,39 @@ class RowPool:
         self._select = select
         self.index, self.pointer, self.count = index, pointer, count
         self._pause = self._patience = 0
+        self._placer: Callable[..., tuple[Tensor, int] | None] | None = None
+
+    def set_placer(self, make: Callable[[Any], Any]) -> None:
+        """Rows are placed by what `make` gives for torch's number of the pool, as far as it can."""
+        self._placer = make(self._pool.id)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor | None:
         """A tensor in the segment, or None if there is no room now."""
-        return self._allocate(device.index, _torch.empty, shape, dtype, device)
+        return self._allocate(device.index, _torch.empty, shape, dtype, device) if self._may_allocate() else None
 
     def rows_like(self, x: Tensor, rows: int) -> Tensor | None:
         """The same, of `rows` rows like those of x, in less time."""
-        return self._allocate(x.get_device(), _torch.like, x, rows, x.shape[1])
+        placed = self.place(x, rows)
+        return None if placed is None else placed[0]
 
-    def _allocate(self, device: int, make: Callable[..., Tensor], *args: Any) -> Tensor | None:
+    def place(self, x: Tensor, rows: int) -> tuple[Tensor, int | None] | None:
+        """The same, and where it begins in the segment, in bytes; None there if it does not lie in it."""
+        if not self._may_allocate():
+            return None
+        if self._placer is not None:
+            placed = self._placer(x, x.element_size(), rows)
+            if placed is not None:
+                return placed if placed[1] < self.count else (placed[0], None)
+        tensor = self._allocate(x.get_device(), _torch.like, x, rows, x.shape[1])
+        return None if tensor is None else (tensor, self.offset(tensor))
+
+    def _may_allocate(self) -> bool:
         if self._pause > 0:
             self._pause -= 1
-            return None
-        if _torch.is_capturing():
-            return None  # memory of a captured graph must come from the graph's own pool
+            return False
+        return not _torch.is_capturing()  # memory of a captured graph must come from the graph's own pool
+
+    def _allocate(self, device: int, make: Callable[..., Tensor], *args: Any) -> Tensor | None:
         self._select(self.pointer)
         try:
             with _routed(self._pool, device):  # type: ignore[misc] # made only where HAS_ROW_POOLS

@@ -199,8 +199,7 @@ class NormalFace:
         if pool is not None:
             if not rows:
                 return None, -1, 0
-            recv_x = pool.rows_like(x, rows)
-            offset = None if recv_x is None else pool.offset(recv_x)
+            recv_x, offset = pool.place(x, rows) or (None, None)
             return (recv_x, -1, 0) if offset is None else (recv_x, pool.index, offset)
         if core.host_stream and self._row_cache.serves(rows * x.shape[1] * x.itemsize):
             return self._row_cache.empty((rows, x.shape[1]), x.dtype), -1, 0

@@ -472,6 +472,67 @@ static void site_free(PyObject *self) {
   Py_DECREF(type);
 }
 
+/* ---- Rows in a memory pool of torch's */
+
+enum { kTorchBlock = 20 << 20 }; /* torch asks a pool for that much, or for up to twice the bytes of the tensor */
+
+/* place_rows(select, room, segment, begin, end, release, device, pool, x, bytes of an element, rows): (a tensor of so
+ * many rows like those of x in a torch memory pool over a segment, its place in the segment); None: Python has to see
+ * to it. An allocation that fails would have torch's C ABI print an error, so the segment must have room for one. */
+static PyObject *place_rows(PyObject *module, PyObject *const *args, Py_ssize_t num_args) {
+  typedef deepep_status_t (*SelectFn)(void *);
+  typedef uint64_t (*RoomFn)(void *);
+  SelectFn choose;
+  uint64_t room, place;
+  char *segment;
+  void *address = NULL;
+  PyObject *device, *pool, *modes = NULL, *begun, *done, *object;
+  Seen x;
+  Tensor tensor = NULL;
+  int64_t sizes[2], strides[2] = {0, 1}, bytes;
+  int32_t dtype, type, index, failed = 1;
+  (void)module;
+  if (num_args != 11) {
+    PyErr_SetString(PyExc_TypeError, "place_rows: 11 arguments");
+    return NULL;
+  }
+  choose = (SelectFn)(uintptr_t)PyLong_AsUnsignedLongLongMask(args[0]);
+  segment = (char *)(uintptr_t)PyLong_AsUnsignedLongLongMask(args[2]);
+  device = args[6];
+  pool = args[7];
+  bytes = PyLong_AsLongLong(args[9]);
+  sizes[0] = PyLong_AsLongLong(args[10]);
+  if (PyErr_Occurred() || bytes <= 0 || !look(args[8], &x) || x.num_dims != 2 || sizes[0] <= 0 ||
+      torch.get_dtype(&x.impl, &dtype) || torch.get_device_type(&x.impl, &type) ||
+      torch.get_device_index(&x.impl, &index))
+    return nothing();
+  sizes[1] = strides[0] = x.sizes[1];
+  room = ((RoomFn)(uintptr_t)PyLong_AsUnsignedLongLongMask(args[1]))(segment);
+  if (room < kTorchBlock || (room - kTorchBlock) / 2 / (uint64_t)bytes / (uint64_t)sizes[0] < (uint64_t)sizes[1])
+    return nothing();
+  if (is_set(num_modes) && (modes = enter_guard(without_modes, NULL)) == NULL) return NULL;
+  choose(segment);
+  begun = PyObject_CallFunctionObjArgs(args[3], device, pool, NULL);
+  if (begun != NULL) {
+    failed = torch.empty_strided(2, sizes, strides, dtype, type, index, &tensor);
+    done = PyObject_CallFunctionObjArgs(args[4], device, pool, NULL);
+    Py_XDECREF(done);
+    if (done != NULL) Py_XDECREF(PyObject_CallFunctionObjArgs(args[5], device, pool, NULL));
+    Py_DECREF(begun);
+  }
+  if (PyErr_Occurred()) PyErr_Clear(); /* Python comes to the same, and raises it */
+  choose(NULL);
+  leave_guard(modes);
+  if (failed || tensor == NULL) return nothing();
+  if (torch.get_data_ptr(tensor, &address)) {
+    torch.delete_tensor_object(tensor);
+    return nothing();
+  }
+  place = (uint64_t)((char *)address - segment);
+  object = to_python(tensor);
+  return object == NULL ? NULL : Py_BuildValue("(NK)", object, (unsigned long long)place);
+}
+
 /* ---- Module */
 
 /* poll_counts(function, buffer, token, num_local_experts, nanoseconds): (rows, [count of each expert]), or the status.
@@ -595,6 +656,7 @@ static PyType_Spec site_spec = {"deepep_torch.Site", sizeof(Site), 0, Py_TPFLAGS
 static PyMethodDef functions[] = {{"start", start, METH_VARARGS, NULL},
                                   {"poll_counts", poll_counts, METH_VARARGS, NULL},
                                   {"call_again", (PyCFunction)(void (*)(void))call_again, METH_FASTCALL, NULL},
+                                  {"place_rows", (PyCFunction)(void (*)(void))place_rows, METH_FASTCALL, NULL},
                                   {"probe", probe, METH_O, NULL},
                                   {"properties", properties, METH_O, NULL},
                                   {NULL, NULL, 0, NULL}};
