@@ -340,7 +340,11 @@ class ExpertParallel(nn.Module):
             valid = torch.arange(order.shape[0], device=idx.device) < counts.sum()
             weights = torch.where(idx >= 0, weights, 0.0)  # past the received rows they are anything
         else:
-            order, valid = order[: int(counts.sum())], None
+            num_answers = int(counts.sum())
+            # torch 2.9's compiler has to be told.
+            torch._check(num_answers >= 0)  # type: ignore[no-untyped-call]
+            torch._check(num_answers <= order.shape[0])  # type: ignore[no-untyped-call]
+            order, valid = order[:num_answers], None
         source = torch.div(order, top_k, rounding_mode="floor")
         rows = self._as_experts(rows)  # before rows are repeated: gradients of the copies are added in this type
         inputs = rows.index_select(0, source)
