@@ -7,8 +7,9 @@
 Sections: startup (construction, first and steady call, first graph), lowlatency (kernels of a decoding step), hostcost
 (CPU time of its calls), normal (kernels of dispatch and combine), calls (what Python calls cost, beside torch's and
 NCCL's), dense (all tokens to all ranks by NCCL, beside dispatch and combine), and on request sms (the library's choice
-of SMs beside 20 and beside a sweep) and overlap (a GEMM beside transfers, GEMMs between halves). With --engine cpu the
-same program runs on CPU ranks, with the host's clock in place of the profiler: to try the program, not to measure.
+of SMs beside 20 and beside a sweep), overlap (a GEMM beside transfers, GEMMs between halves) and layer (forward and
+backward of a mixture-of-experts layer, eager and compiled, beside all_to_all_single). With --engine cpu the same
+program runs on CPU ranks, with the host's clock in place of the profiler: to try the program, not to measure.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from lib import (
     cuda_tables,
     document,
     hostcost,
+    layer,
     low_latency_kernels,
     normal_kernels,
     overlap,
@@ -45,7 +47,7 @@ from lib.normal_mode import Case
 from lib.tables import machine
 
 SECTIONS = ("startup", "lowlatency", "hostcost", "normal", "calls", "dense")
-ON_REQUEST = ("sms", "overlap")
+ON_REQUEST = ("sms", "overlap", "layer")
 CALLS_TOKENS = 256  # of normal mode in the section calls
 ROOT = Path(__file__).resolve().parent.parent
 LIMIT_SECONDS = 40
@@ -61,7 +63,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     sections = SECTIONS + ON_REQUEST
     parser.add_argument(
-        "--only", nargs="+", choices=sections, default=SECTIONS, help="sections to run (all but sms, overlap)"
+        "--only", nargs="+", choices=sections, default=SECTIONS, help="sections to run (all but sms, overlap, layer)"
     )
     parser.add_argument("--engine", choices=("cuda", "cpu"), default="cuda", help="cpu: to try the program (cuda)")
     parser.add_argument("--ranks", type=int, default=0, help="processes (a GPU each; 4 on the CPU)")
@@ -125,6 +127,7 @@ def run_rank(rank: int, options: argparse.Namespace, number: int, rendezvous: st
         take("normal", lambda: normal_kernels.measure(team, normal, options.rounds))
         take("sms", lambda: sms.measure(team, options.hidden, options.rounds))
         take("overlap", lambda: overlap.measure(team, options.hidden, options.rounds))
+        take("layer", lambda: layer.measure(team, options.tokens, options.rounds))
     ranks.leave()
 
 

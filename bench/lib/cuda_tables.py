@@ -6,7 +6,7 @@ import argparse
 import math
 from typing import Any
 
-from lib import hostcost, overlap, sms
+from lib import hostcost, layer, overlap, sms
 from lib.tables import Table, duration, median, p99, ratio
 
 
@@ -30,6 +30,8 @@ def make(found: dict[str, Any], options: argparse.Namespace) -> list[Table]:
         tables.append(sms.table(found["sms"], options.hidden, options.rounds))
     if "overlap" in found:
         tables += overlap.tables(found["overlap"], options.rounds)
+    if "layer" in found:
+        tables.append(layer.table(found["layer"]))
     if found["first"] or "startup" in found:
         tables.append(startup_table(found, options))
     return tables
