@@ -18,6 +18,7 @@ type Pending struct {
 	noPidfd   bool
 	listeners []net.Listener
 	elder     func(rank int) bool // see Follows
+	onConnect func(*connector)    // of tests: called when the ranks begin to dial
 }
 
 // Open makes a Channel with one gather on ex: Begin and Connect together.

@@ -66,6 +66,7 @@ type Channel struct {
 	state    []PeerState
 	failed   []error // by rank: why no further message of it will come
 	culprits []int   // the failed ranks in the order of failure: later ones often fail because of the first
+	lost     []lost  // connections that have ended without a word, in this order
 	boxes    map[boxKey]*box
 	posts    map[boxKey]*post       // what each rank posts; see Gather
 	pending  []int                  // unclaimed bytes by rank
@@ -258,7 +259,7 @@ func (c *Channel) start(l *link) bool {
 // broken is what guard calls after a panic in a goroutine of a link.
 func (c *Channel) broken(l *link) func(error) {
 	return func(err error) {
-		l.conn.Close()
+		l.shut()
 		c.update(l.rank, func(s *PeerState) { s.Closed = true }, err)
 	}
 }
@@ -328,6 +329,7 @@ func (c *Channel) take(f *frame) error {
 
 // linkEnded classifies the end of a connection. A bye arrives before it; the report of a death may come after it.
 func (c *Channel) linkEnded(l *link, err error) {
+	stolen := l.stolen()
 	l.shut() // else a peer that still writes would wait for a reader that has ended
 	c.update(l.rank, func(s *PeerState) { s.Closed = true }, nil)
 	p := c.peers[l.rank]
@@ -335,13 +337,37 @@ func (c *Channel) linkEnded(l *link, err error) {
 		err = *why
 	}
 	switch {
+	case stolen: // the last rank that an error names is the cause
+		c.Fail(l.rank, status.Errorf(status.System, "the connection to %s broke: something else in the process of %s has closed its descriptor: %w",
+			p, c.peers[c.rank], err))
 	case errors.Is(err, os.ErrDeadlineExceeded): // the end of the drain: processEnded sets the error
 	case connectionGone(err):
+		c.mu.Lock()
+		c.lost = append(c.lost, lost{l.rank, status.Errorf(status.PeerDead, "%s closed its connection without leaving the group: "+
+			"its process has ended or given up: %w", p, err)})
+		c.mu.Unlock()
 		c.awaitBlame()
-		c.Fail(l.rank, status.Errorf(status.PeerDead, "%s closed its connection without leaving the group: "+
-			"its process has ended or given up: %w", p, err))
+		c.failLost(l.rank)
 	default:
 		c.Fail(l.rank, status.Errorf(status.System, "the connection to %s broke: %w", p, err))
+	}
+}
+
+// lost is a connection that has ended without a word.
+type lost struct {
+	rank int
+	err  error
+}
+
+// failLost fails a rank whose connection was lost, after those that were lost before: they may be its reason.
+func (c *Channel) failLost(rank int) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	for _, l := range c.lost {
+		c.fail(l.rank, l.err)
+		if l.rank == rank {
+			return
+		}
 	}
 }
 

@@ -7,7 +7,6 @@ import (
 	"fmt"
 	"os"
 	"strings"
-	"syscall"
 	"testing"
 	"time"
 
@@ -288,30 +287,6 @@ func TestFail(t *testing.T) {
 	}
 	_, err = channels[0].Exchange(soon(t), "late", nil, nil)
 	wantError(t, err, status.PeerDead, "rank 1 was seen dead")
-}
-
-// Something else in rank 1's process has closed the descriptor of its connection to rank 0: rank 1 waits for a message
-// that it can never read, and the others wait for rank 1.
-func TestDescriptorThatSomethingElseHasClosed(t *testing.T) {
-	channels := open(t, 3, nil)
-	raw, err := channels[1].links[0].conn.(syscall.Conn).SyscallConn()
-	if err != nil {
-		t.Fatal(err)
-	}
-	null, err := os.Open(os.DevNull) // takes the number, which no other test can get then
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer null.Close()
-	if err := raw.Control(func(fd uintptr) { err = unix.Dup3(int(null.Fd()), int(fd), unix.O_CLOEXEC) }); err != nil {
-		t.Fatal(err)
-	}
-	begin := time.Now()
-	_, err = channels[1].Exchange(proctest.Context(t), "x", nil, nil)
-	wantError(t, err, status.System, "the connection to rank 0", "broke", "bad file descriptor")
-	if d := time.Since(begin); d > 2*time.Second {
-		t.Errorf("took %v", d)
-	}
 }
 
 func TestLeavingSendsItsReason(t *testing.T) {

@@ -9,6 +9,7 @@ import (
 	"net"
 	"os"
 	"slices"
+	"sync"
 	"syscall"
 	"time"
 
@@ -35,6 +36,12 @@ type connector struct {
 	c     *Channel
 	pidfd int            // of this process, sent to peers of the same host; -1: none
 	tasks errgroup.Group // dialers and acceptors; their errors go to the channel, where await sees them at once
+
+	decided chan struct{} // closed when await has returned
+	verdict error         // what it returned; read after decided
+
+	mu      sync.Mutex
+	dialing map[*link]bool // connections that wait for the welcome
 }
 
 // Connect joins the ranks directly, without the Exchanger of Begin. It returns PeerDead early if a rank dies whose
@@ -55,11 +62,14 @@ func (p *Pending) Connect(ctx context.Context) (*Channel, error) {
 		c.wg.Go(func() { guard("crowd's reader", func(err error) { c.Fail(c.rank, err) }, c.readInbox) })
 		c.joinCrowd()
 	}
-	n := &connector{Pending: p, c: c, pidfd: -1}
+	n := &connector{Pending: p, c: c, pidfd: -1, decided: make(chan struct{}), dialing: make(map[*link]bool)}
 	if !p.noPidfd {
 		if fd, err := unix.PidfdOpen(os.Getpid(), 0); err == nil {
 			n.pidfd = fd
 		}
+	}
+	if p.onConnect != nil {
+		p.onConnect(n)
 	}
 	inner, cancel := context.WithCancel(ctx)
 	n.watchProcesses()
@@ -73,6 +83,8 @@ func (p *Pending) Connect(ctx context.Context) (*Channel, error) {
 		n.spawn(&n.tasks, "dial", func() { n.dial(inner, rank) })
 	}
 	err = n.await(ctx)
+	n.verdict = err
+	close(n.decided)
 	cancel()
 	p.Close()
 	_ = n.tasks.Wait()
@@ -118,6 +130,7 @@ func (n *connector) await(ctx context.Context) error {
 		if err != nil || len(missing) == 0 {
 			return err
 		}
+		n.endStolen()
 		if wait.until(ctx, missing, changed); ctx.Err() == nil {
 			continue
 		}
@@ -158,7 +171,7 @@ func (n *connector) dial(ctx context.Context, rank int) {
 		return
 	}
 	if !n.c.start(l) {
-		l.conn.Close()
+		l.shut()
 	}
 }
 
@@ -175,19 +188,59 @@ func (n *connector) tryDial(ctx context.Context, rank int) (*link, error) {
 		}
 		l := newLink(rank, conn)
 		stop := boundHandshake(ctx, conn, 0)
+		n.keep(l, true)
 		err = n.introduce(l)
+		n.keep(l, false)
 		stop()
 		if err == nil {
 			return l, nil
 		}
-		conn.Close()
-		if !connectionGone(err) || redials == maxRedials || ctx.Err() != nil {
+		stolen := l.stolen()
+		if ctx.Err() != nil && !stolen {
+			n.farewell(l)
+		}
+		l.shut()
+		if !stolen && !connectionGone(err) || redials == maxRedials || ctx.Err() != nil {
 			return nil, ioError(ctx, err, what)
 		}
 		if err := sleep(ctx, redialEvery, what); err != nil {
 			return nil, err
 		}
 	}
+}
+
+// keep remembers a connection while it waits for the welcome.
+func (n *connector) keep(l *link, waits bool) {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	if waits {
+		n.dialing[l] = true
+	} else {
+		delete(n.dialing, l)
+	}
+}
+
+// endStolen ends the waits of dialers whose connection something else in this process has closed. They dial again: the
+// other rank has seen the end of it, and waits for a new one.
+func (n *connector) endStolen() {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	for l := range n.dialing {
+		if l.stolen() {
+			l.conn.SetReadDeadline(time.Unix(1, 0))
+		}
+	}
+}
+
+// farewell tells a rank that may take this one for connected why it gives up.
+func (n *connector) farewell(l *link) {
+	<-n.decided
+	bye := &frame{kind: kindBye, rank: n.c.rank, nonce: n.nonce}
+	if n.verdict != nil {
+		bye.blob = encodeRefusal(n.verdict)
+	}
+	l.conn.SetWriteDeadline(time.Now().Add(flushAtClose))
+	_ = l.write(bye) // it may have ended
 }
 
 // dialRetrying dials again while the listener's backlog is full. A refusal is final: every rank listened before the

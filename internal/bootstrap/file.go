@@ -160,7 +160,7 @@ func (f *file) awaitPath(ctx context.Context, path string, late func() []int, li
 		if err == nil {
 			return b, nil
 		}
-		if !errors.Is(err, fs.ErrNotExist) && !errors.Is(err, syscall.ESTALE) {
+		if !errors.Is(err, fs.ErrNotExist) && !errors.Is(err, syscall.ESTALE) && !errors.Is(err, syscall.EBADF) {
 			return nil, status.Errorf(status.System, "exchange: file of %s: %w", rankList(late()), err)
 		}
 		if stop != nil {
@@ -224,8 +224,16 @@ func readBounded(path string, limit int) ([]byte, error) {
 	return b, err
 }
 
-// create writes a file under a temporary name and renames it.
+// create writes a file under a temporary name and renames it; twice if something else in this process closes it.
 func (f *file) create(path string, b []byte) error {
+	err := f.createOnce(path, b)
+	if errors.Is(err, syscall.EBADF) {
+		err = f.createOnce(path, b)
+	}
+	return err
+}
+
+func (f *file) createOnce(path string, b []byte) error {
 	tmp, err := os.CreateTemp(f.run, ".new-*")
 	if err != nil {
 		return status.Errorf(status.System, "exchange: %w", err)

@@ -23,6 +23,7 @@ type link struct {
 	rank int
 	conn net.Conn
 	unix *net.UnixConn // conn if it can carry descriptors, else nil
+	id   fileID        // of conn
 	out  chan *outgoing
 
 	unusable atomic.Pointer[error] // why nothing can be written, where the reader would not learn it
@@ -52,6 +53,10 @@ func (s *sharedFDs) release() {
 func newLink(rank int, conn net.Conn) *link {
 	l := &link{rank: rank, conn: conn, out: make(chan *outgoing, queueFrames)}
 	l.unix, _ = conn.(*net.UnixConn)
+	var err error
+	if l.id, err = idOf(conn); err != nil {
+		l.id = noFile
+	}
 	return l
 }
 
@@ -93,7 +98,9 @@ func readHeadWithFDs(c *net.UnixConn, b []byte) ([]int, error) {
 		n, oobn, _, _, err := c.ReadMsgUnix(b[have:], oob)
 		if oobn > 0 {
 			more, perr := parseFDs(oob[:oobn])
-			fds = append(fds, more...)
+			for _, fd := range more {
+				fds = append(fds, Above(fd))
+			}
 			if err == nil {
 				err = perr
 			}
@@ -207,13 +214,6 @@ func (l *link) endWriting() {
 	close(l.out)
 }
 
-// shut closes the connection, if there is one.
-func (l *link) shut() {
-	if l.conn != nil {
-		l.conn.Close()
-	}
-}
-
 // endReadingIn ends the reader after d, in which it takes what has arrived.
 func (l *link) endReadingIn(d time.Duration) { l.conn.SetReadDeadline(time.Now().Add(d)) }
 
@@ -232,7 +232,7 @@ func dupFDs(fds []int) ([]int, error) {
 			closeFDs(out)
 			return nil, fmt.Errorf("descriptor %d (index %d): %w", fd, i, err)
 		}
-		out = append(out, d)
+		out = append(out, Above(d))
 	}
 	return out, nil
 }

@@ -40,6 +40,7 @@ func newProcWatch(gone func(rank int)) (*procWatch, error) {
 	if err != nil {
 		return nil, fmt.Errorf("epoll_create1: %w", err)
 	}
+	fd = Above(fd)
 	if err := unix.SetNonblock(fd, true); err != nil { // os.File then registers it with the runtime's poller
 		unix.Close(fd)
 		return nil, fmt.Errorf("fcntl: %w", err)

@@ -3,6 +3,8 @@ package device
 import (
 	"context"
 	"errors"
+	"os"
+	"strconv"
 	"strings"
 	"sync"
 	"testing"
@@ -127,7 +129,7 @@ func TestShareTellsWhoFailed(t *testing.T) {
 		part   string
 	}{
 		"no memory there": {func(all []Message) {
-			all[1].Blob = append([]byte{0, 0, 0, 0, 4, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0}, "all gone"...)
+			all[1].Blob = append(append([]byte{0, 0, 0, 0, 4}, make([]byte, offerHead-5)...), "all gone"...)
 		}, status.ErrOutOfMemory, "rank 1 failed: all gone"},
 		"less there":    {func(all []Message) { all[1].Blob[9] = 1 }, status.ErrMismatch, "rank 1 offers 256 bytes"},
 		"no descriptor": {func(all []Message) { closeAll(all[1].FDs); all[1].FDs = nil }, status.ErrInternal, "rank 1 sent 0 descriptors"},
@@ -140,6 +142,107 @@ func TestShareTellsWhoFailed(t *testing.T) {
 	if err := answer(func([]Message) {}); err != nil {
 		t.Errorf("nothing changed: %v", err)
 	}
+}
+
+// replace gives a descriptor's number to another file, as happens when something else in the process closes it and opens
+// that one.
+func replace(t *testing.T, fd int, by string) {
+	t.Helper()
+	other := must(unix.Open(by, unix.O_RDONLY|unix.O_CLOEXEC, 0))
+	defer unix.Close(other)
+	if err := unix.Dup3(other, fd, unix.O_CLOEXEC); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// A descriptor that came from another rank is another file's when it is mapped: that memory must not be used.
+func TestMemoryOfAnotherDescriptorIsRefused(t *testing.T) {
+	d := open(t)
+	defer d.Release()
+	other, err := d.Alloc(4096)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer other.Release()
+	p := &abi.MemExportParams{Mem: other.mem, FD: -1}
+	if err := kern.Error("dk_mem_export", d.Lib.MemExport(p), p.DeviceError); err != nil {
+		t.Fatal(err)
+	}
+	defer unix.Close(int(p.FD))
+	wrong := func(_ context.Context, blob []byte, fds []int) ([]Message, error) {
+		return []Message{{Blob: blob}, {Blob: append([]byte(nil), blob...), FDs: []int{must(unix.Dup(int(p.FD)))}}}, nil
+	}
+	check := func(err error) {
+		t.Helper()
+		if !errors.Is(err, status.ErrSystem) || !strings.Contains(err.Error(), "of rank 1") || !strings.Contains(err.Error(), "its descriptor is another file's") {
+			t.Errorf("got %v", err)
+		}
+	}
+	_, err = d.Share(context.Background(), 0, 4096, []bool{true, true}, wrong)
+	check(err)
+	s, err := d.Share(context.Background(), 0, 4096, []bool{true, true}, func(_ context.Context, blob []byte, fds []int) ([]Message, error) {
+		return []Message{{Blob: blob}, {Blob: append([]byte(nil), blob...), FDs: []int{must(unix.Dup(fds[0]))}}}, nil
+	})
+	if err == nil {
+		err = s.GiveBack()
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	check(s.Again(context.Background(), wrong))
+	if err := s.Release(); err != nil {
+		t.Error(err)
+	}
+}
+
+// Memory whose descriptor something else has closed is not offered to others as if it were the file of that number, which
+// stays open when the memory ends.
+func TestMemoryWithoutItsDescriptor(t *testing.T) {
+	d := open(t)
+	defer d.Release()
+	before := memfds(t)
+	m, err := d.Alloc(4096)
+	if err != nil {
+		t.Fatal(err)
+	}
+	fd := -1
+	for number := range memfds(t) {
+		if !before[number] {
+			fd = number
+		}
+	}
+	if fd < 64 { // the runtime writes to the number of its eventfd whatever has it
+		t.Fatalf("the memory's descriptor is %d", fd)
+	}
+	replace(t, fd, "/dev/null")
+	defer unix.Close(fd)
+	p := &abi.MemExportParams{Mem: m.mem, FD: -1}
+	if err := kern.Error("dk_mem_export", d.Lib.MemExport(p), p.DeviceError); !errors.Is(err, status.ErrSystem) {
+		t.Errorf("got %v", err)
+	}
+	if err := m.Release(); err != nil {
+		t.Error(err)
+	}
+	if file, err := os.Readlink("/proc/self/fd/" + strconv.Itoa(fd)); file != "/dev/null" {
+		t.Errorf("the other file was closed: %q, %v", file, err)
+	}
+}
+
+// memfds are the descriptors of the memory of kernel libraries.
+func memfds(t *testing.T) map[int]bool {
+	t.Helper()
+	files, err := os.ReadDir("/proc/self/fd")
+	if err != nil {
+		t.Skipf("needs /proc: %v", err)
+	}
+	found := map[int]bool{}
+	for _, f := range files {
+		if file, _ := os.Readlink("/proc/self/fd/" + f.Name()); strings.HasPrefix(file, "/memfd:deepep") {
+			number, _ := strconv.Atoi(f.Name())
+			found[number] = true
+		}
+	}
+	return found
 }
 
 func TestAllocSaysHowMuch(t *testing.T) {

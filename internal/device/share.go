@@ -80,10 +80,10 @@ func (d *Device) ShareAmong(ctx context.Context, p Places, bytes uint64, exchang
 	return s, nil
 }
 
-// An offer is: kind u32, code u32, bytes u64, blob, for a crowd the memory's name u64; or with code not 0 an error's text
-// instead of blob and name.
+// An offer is: kind u32, code u32, bytes u64, device and inode of the descriptor's file u64, blob, for a crowd the
+// memory's name u64; or with code not 0 an error's text instead of blob and name.
 const (
-	offerHead = 16
+	offerHead = 32
 	offerBlob = 64
 	offerKept = 1 << 31 // in kind: the memory is that of before
 )
@@ -170,8 +170,33 @@ func (s *Symmetric) export(before error) (offer []byte, fds []int, err error) {
 	if p.Kind == abi.ShareFD && p.FD >= 0 {
 		unix.CloseOnExec(int(p.FD))
 		fds = []int{int(p.FD)}
+		dev, ino := fileOf(int(p.FD))
+		binary.LittleEndian.PutUint64(offer[16:], dev)
+		binary.LittleEndian.PutUint64(offer[24:], ino)
 	}
 	return offer, fds, nil
+}
+
+// fileOf tells a descriptor's file from others; zeros if there is none.
+func fileOf(fd int) (dev, ino uint64) {
+	var s unix.Stat_t
+	if unix.Fstat(fd, &s) != nil {
+		return 0, 0
+	}
+	return uint64(s.Dev), s.Ino
+}
+
+// checkFile refuses memory that came from a descriptor which was not the offered file's: something else in one of the
+// processes has closed that one, and its number was another's. It is called once the memory is mapped.
+func checkFile(p *abi.MemImportParams, m *Message) error {
+	if p.Kind != abi.ShareFD {
+		return nil
+	}
+	dev, ino := fileOf(int(p.FD))
+	if dev != binary.LittleEndian.Uint64(m.Blob[16:]) || ino != binary.LittleEndian.Uint64(m.Blob[24:]) {
+		return status.Errorf(status.System, "its descriptor is another file's: something else in this process, or in the rank's, has closed it on the way")
+	}
+	return nil
 }
 
 // checkOffers returns the first rank's error.
@@ -238,6 +263,9 @@ func (s *Symmetric) mapPeers(d *Device, bytes uint64, places *Places, all []Mess
 		}
 		s.peers[rank] = d.memory(p.Mem, p.Address, p.Bytes)
 		s.Addresses[rank] = p.Address
+		if err := checkFile(p, &all[rank]); err != nil {
+			return fmt.Errorf("mapping %d bytes of rank %d: %w", p.Bytes, rank, err)
+		}
 	}
 	return nil
 }
@@ -340,6 +368,9 @@ func (s *Symmetric) mapAgain(all []Message) error {
 		p, err := readOffer(m.dev, rank, m.Bytes, &all[rank])
 		if err == nil {
 			err = m.again(&abi.MemRestoreParams{Kind: p.Kind, FD: p.FD, Blob: p.Blob})
+		}
+		if err == nil {
+			err = checkFile(p, &all[rank])
 		}
 		if err != nil {
 			return fmt.Errorf("mapping %d bytes of rank %d again: %w", m.Bytes, rank, err)

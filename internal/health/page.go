@@ -9,6 +9,8 @@ import (
 	"unsafe"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/deepep-go/deepep/internal/bootstrap"
 )
 
 // pageBytes is one page, so that a mapping is exactly the file.
@@ -149,6 +151,7 @@ func newPage(rank int) (*mapping, int, error) {
 	if err != nil {
 		return nil, -1, fmt.Errorf("memfd_create: %w", err)
 	}
+	fd = bootstrap.Above(fd)
 	if err := unix.Ftruncate(fd, pageBytes); err != nil {
 		unix.Close(fd)
 		return nil, -1, fmt.Errorf("ftruncate: %w", err)

@@ -32,6 +32,7 @@ type faultProcess struct {
 	events chan faultEvent // closed when the process has ended
 	failed *faultEvent     // its error of this round
 	ended  *faultEvent     // its end of this round, where something else was awaited
+	what   string          // of its fault of this round
 	dirty  bool            // not to be used again
 }
 
@@ -209,7 +210,7 @@ func (s *faultSession) round(r *faultRound) (bad []string, err error) {
 				return nil, err
 			}
 		}
-		s.all[rank].failed, s.all[rank].ended = nil, nil
+		s.all[rank].failed, s.all[rank].ended, s.all[rank].what = nil, nil, ""
 	}
 	if err := s.prepare(r, folder); err != nil {
 		return nil, err
@@ -226,7 +227,7 @@ func (s *faultSession) round(r *faultRound) (bad []string, err error) {
 	if err != nil {
 		return nil, err
 	}
-	j.at = at
+	j.at, j.what = at, s.all[r.victim].what
 	bad = j.judge(s)
 	if len(bad) > 0 {
 		return append(bad, j.said()...), nil

@@ -26,7 +26,7 @@ func (s *faultSession) inflict(r *faultRound) (at uint64, undo func(), err error
 		if err != nil {
 			e.At = monotonic()
 		}
-		p.dirty = r.fault != "exception"
+		p.dirty, p.what = r.fault != "exception", e.What
 		return e.At, undo, nil
 	}
 	time.Sleep(r.delay)

@@ -17,6 +17,7 @@ type faultJudge struct {
 	round  *faultRound
 	began  time.Time     // of the calls
 	at     uint64        // of the fault
+	what   string        // of the fault
 	events []faultEvent  // how each rank ended the round
 	failed []*faultEvent // the error of its calls
 	masked []faultEvent  // when the survivors masked the victim
@@ -99,6 +100,9 @@ func (j *faultJudge) judge(s *faultSession) (bad []string) {
 
 // said is every rank's error, which a broken promise is understood by.
 func (j *faultJudge) said() (all []string) {
+	if j.what != "" {
+		all = append(all, "(it was "+j.what+")")
+	}
 	for rank, failed := range j.failed {
 		if failed != nil {
 			all = append(all, fmt.Sprintf("(rank %d said after %v: %s)", rank, time.Duration(failed.At-min(j.at, failed.At)), failed.Error))

@@ -54,6 +54,7 @@ type faultEvent struct {
 	Masks     []int       `json:"masks,omitempty"`
 	DestroyMS int64       `json:"destroy_ms"`
 	Left      string      `json:"left,omitempty"` // what the round left over in this process
+	What      string      `json:"what,omitempty"` // the fault in detail: the descriptor that was closed
 }
 
 // errPlanned ends a rank's calls as an exception of the caller's program would.
@@ -369,6 +370,10 @@ func (r *faultRank) plan(o *faultOrder) <-chan struct{} {
 	}
 	go func() {
 		time.Sleep(time.Duration(o.DelayUS) * time.Microsecond)
+		if o.Fault == "close" {
+			r.closeOne(o.Seed)
+			return
+		}
 		r.send(faultEvent{Event: "fault"})
 		switch o.Fault {
 		case "exit":
@@ -379,17 +384,16 @@ func (r *faultRank) plan(o *faultOrder) <-chan struct{} {
 			_ = unix.Kill(os.Getpid(), unix.SIGSEGV)
 		case "exception":
 			close(stop)
-		case "close":
-			closeOne(o.Seed)
 		}
 	}()
 	return stop
 }
 
 // closeOne closes a descriptor that this process did not open, as a daemon's start-up code or a wrong close does.
-func closeOne(seed uint64) {
+func (r *faultRank) closeOne(seed uint64) {
 	files, err := os.ReadDir("/proc/self/fd")
 	if err != nil {
+		r.send(faultEvent{Event: "fault", What: "nothing: " + err.Error()})
 		return
 	}
 	var open []int
@@ -399,9 +403,10 @@ func closeOne(seed uint64) {
 			open = append(open, fd)
 		}
 	}
-	if len(open) > 0 {
-		_ = unix.Close(open[rand.New(rand.NewPCG(seed, 1)).IntN(len(open))])
-	}
+	fd := open[rand.New(rand.NewPCG(seed, 1)).IntN(len(open))]
+	what, _ := os.Readlink(fmt.Sprintf("/proc/self/fd/%d", fd)) // "": it was the folder's own
+	r.send(faultEvent{Event: "fault", What: fmt.Sprintf("descriptor %d, %s", fd, what)})
+	_ = unix.Close(fd)
 }
 
 // longestRound bounds a round in which no fault is noticed and no one says when to stop.

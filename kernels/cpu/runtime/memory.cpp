@@ -16,16 +16,47 @@ struct Memory {
   void *base = MAP_FAILED;
   uint64_t bytes = 0;
   int fd = -1;  // stays -1 where the memory is imported: the mapping alone keeps the file
+  dev_t device = 0;
+  ino_t inode = 0;  // of fd's file
   bool imported = false, released = false;
+
+  // Something else in the process may close a descriptor that is not its own, and another file get its number.
+  bool owns_fd() const {
+    struct stat file;
+    return fd >= 0 && fstat(fd, &file) == 0 && file.st_dev == device && file.st_ino == inode;
+  }
+
+  void close_fd() {
+    if (owns_fd()) close(fd);
+    fd = -1;
+  }
 
   ~Memory() {
     if (base != MAP_FAILED) munmap(base, bytes);
-    if (fd >= 0) close(fd);
+    close_fd();
   }
 };
 
 int32_t code_of(int error) {
   return error == ENOMEM || error == ENOSPC || error == EFBIG || error == EOVERFLOW ? DK_ENOMEM : DK_ESYSTEM;
+}
+
+// As bootstrap.LowestFD: the Go runtime must not come to write to memory whose number was its own before.
+constexpr int kLowestFd = 64;
+
+// Duplicates a descriptor; -1 with errno.
+int duplicate_above(int fd) {
+  int high = fcntl(fd, F_DUPFD_CLOEXEC, kLowestFd);
+  return high >= 0 || errno != EINVAL ? high : fcntl(fd, F_DUPFD_CLOEXEC, 0);  // EINVAL: past the process's limit
+}
+
+int create_above() {
+  int low = memfd_create("deepep", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+  if (low < 0 || low >= kLowestFd) return low;
+  int high = duplicate_above(low);
+  if (high < 0) return low;
+  close(low);
+  return high;
 }
 
 // These return errno, 0 on success.
@@ -42,8 +73,11 @@ int map_again(const Memory &memory, int protection, int flags, int fd) {
 
 // The seals keep a peer from shrinking the file, which would make the next access here a SIGBUS.
 int create_file(Memory &memory, uint64_t bytes) {
-  memory.fd = memfd_create("deepep", MFD_CLOEXEC | MFD_ALLOW_SEALING);
-  if (memory.fd < 0) return errno;
+  memory.fd = create_above();
+  struct stat file;
+  if (memory.fd < 0 || fstat(memory.fd, &file) != 0) return errno;
+  memory.device = file.st_dev;
+  memory.inode = file.st_ino;
   if (ftruncate(memory.fd, static_cast<off_t>(bytes)) != 0) return errno;
   return fcntl(memory.fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) == 0 ? 0 : errno;
 }
@@ -62,10 +96,7 @@ int32_t check_file(int fd, uint64_t bytes, int32_t &device_error) {
 int restore_own(Memory &memory) {
   int error = create_file(memory, memory.bytes);
   if (!error) error = map_again(memory, PROT_READ | PROT_WRITE, MAP_SHARED, memory.fd);
-  if (error && memory.fd >= 0) {
-    close(memory.fd);
-    memory.fd = -1;
-  }
+  if (error) memory.close_fd();
   return error;
 }
 
@@ -82,6 +113,7 @@ DK_EXPORT int32_t dk_mem_alloc(dk_mem_alloc_params *p) {
   Owned<Memory> memory = create<Memory>();
   int error = memory ? create_file(*memory, bytes) : ENOMEM;
   if (!error) error = map_file(*memory, memory->fd, bytes);
+  if (!error && !memory->owns_fd()) error = EBADF;
   if (error) {
     p->device_error = error;
     return code_of(error);
@@ -99,9 +131,10 @@ DK_EXPORT int32_t dk_mem_export(dk_mem_export_params *p) {
   memset(p->blob, 0, sizeof p->blob);
   Memory *memory = at<Memory>(p->mem);
   if (!memory || memory->fd < 0) return DK_EINVAL;
-  p->fd = fcntl(memory->fd, F_DUPFD_CLOEXEC, 0);
+  bool owned = memory->owns_fd();
+  p->fd = owned ? duplicate_above(memory->fd) : -1;
   if (p->fd < 0) {
-    p->device_error = errno;
+    p->device_error = owned ? errno : EBADF;
     return DK_ESYSTEM;
   }
   p->kind = DK_SHARE_FD;
@@ -148,8 +181,7 @@ DK_EXPORT int32_t dk_mem_release(dk_mem_release_params *p) {
     p->device_error = error;
     return code_of(error);
   }
-  if (memory->fd >= 0) close(memory->fd);
-  memory->fd = -1;
+  memory->close_fd();
   memory->released = true;
   return DK_OK;
 }
