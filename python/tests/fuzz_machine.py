@@ -1,4 +1,5 @@
-"""A state machine of calls on buffers of one rank, in any order, one wrong argument in five: for test_fuzz.
+"""A state machine of calls on buffers of one rank, in any order, with releases and regroups between them, one wrong
+argument in five: for test_fuzz.
 
 Right calls have right results. A wrong argument ends in an error of the package that names it, and the buffer works on.
 A program that does all this never dies.
@@ -40,9 +41,15 @@ class Open:
     def __init__(self, buffer: Any, shrinks: bool) -> None:
         self.buffer, self.shrinks = buffer, shrinks
         self.failed = self.sends = False  # a failure is no surprise once sends may be without a receive
+        self.asleep = False  # released
         self.dispatched: list[Any] = []
         self.low_latency: list[Any] = []
         self.hooks: list[Any] = []
+
+    def forget(self) -> None:
+        self.dispatched.clear()
+        self.low_latency.clear()
+        self.hooks.clear()
 
 
 def tokens_of(count: int, seed: int) -> SimpleNamespace:
@@ -243,6 +250,38 @@ class Machine(RuleBasedStateMachine):
         given = calls[name]
         self.attempt(which, getattr(buffer, name), given, self.spoil(given, data))
 
+    # ---- release, restore, regroup
+
+    @precondition(lambda self: self.open)
+    @rule(data=st.data())
+    def release(self, data: Any) -> None:
+        """Until restore() calls are refused, and afterwards the handles and hooks of before."""
+        which = self.pick(data)
+        if data.draw(st.integers(0, 2)):
+            return
+        if self.done(which, which.buffer.release):
+            which.asleep = True
+            which.forget()
+
+    @precondition(lambda self: any(one.asleep for one in self.open))
+    @rule(data=st.data())
+    def restore(self, data: Any) -> None:
+        which = data.draw(st.sampled_from([one for one in self.open if one.asleep]))
+        which.asleep = not self.done(which, which.buffer.restore)
+        assert not which.asleep or which.failed
+
+    @precondition(lambda self: self.open)
+    @rule(renumber=st.booleans(), data=st.data())
+    def regroup(self, renumber: bool, data: Any) -> None:
+        """Failures of before are over; handles serve on, for no number changes."""
+        which = self.pick(data)
+        given = {"members": [0], "renumber": renumber, "timeout": 5.0}
+        changed = self.spoil(given, data)
+        if self.done(which, which.buffer.regroup, given, changed):
+            which.hooks.clear()
+            which.low_latency = [done for done in which.low_latency if done.hook is None]
+            which.failed = which.sends = False
+
     # ---- whatever else a program does
 
     @precondition(lambda self: self.events)
@@ -266,11 +305,11 @@ class Machine(RuleBasedStateMachine):
                     thing.rows.untyped_storage().resize_(0)
         gc.collect()
 
-    @precondition(lambda self: any(not one.sends for one in self.open))
+    @precondition(lambda self: any(not one.sends and not one.asleep for one in self.open))
     @rule(seed=st.integers(0, 3), data=st.data())
     def two_threads(self, seed: int, data: Any) -> None:
         """Two threads on one buffer; each gets its own results."""
-        which = data.draw(st.sampled_from([one for one in self.open if not one.sends]))
+        which = data.draw(st.sampled_from([one for one in self.open if not one.sends and not one.asleep]))
         failures: list[BaseException] = []
 
         def work(batch: Any) -> None:
@@ -298,7 +337,7 @@ class Machine(RuleBasedStateMachine):
     def buffers_work(self) -> None:
         """What a refused call leaves behind is a buffer that works."""
         for which in self.open:
-            if not which.failed and not which.sends:
+            if not which.failed and not which.sends and not which.asleep:
                 which.buffer.check()
 
     def teardown(self) -> None:
@@ -363,6 +402,18 @@ class Machine(RuleBasedStateMachine):
             if which is not None:
                 self.broken(which)
             return None
+
+    def done(
+        self, which: Open, call: Callable[..., Any], given: dict[str, Any] | None = None, changed: str = ""
+    ) -> bool:
+        """Whether a call that returns nothing was carried out."""
+
+        def carried_out(**arguments: Any) -> bool:
+            call(**arguments)
+            return True
+
+        carried_out.__qualname__ = call.__qualname__
+        return self.attempt(which, carried_out, given or {}, changed) is not None
 
     def broken(self, which: Open) -> bool:
         """Whether the buffer has failed, which only data that no host can see, or a lost receive, may do."""
