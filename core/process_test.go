@@ -62,7 +62,17 @@ type player struct {
 func (p *player) obey(words []string) (err error) {
 	switch words[0] {
 	case "join": // dir name rank size
-		return p.join(words[1], words[2], words[3], words[4])
+		return p.join(words[1], words[2], words[3], words[4], nil)
+	case "lose": // index
+		index, _ := strconv.Atoi(words[1])
+		p.text, err = loseOne(index)
+		return err
+	case "join-losing": // dir name rank size index
+		loss := &losing{}
+		loss.index, _ = strconv.Atoi(words[5])
+		err := p.join(words[1], words[2], words[3], words[4], loss)
+		p.text = loss.what
+		return err
 	case "buffer": // options
 		return p.make(words[1:])
 	case "dispatch":
@@ -126,12 +136,15 @@ func (p *player) obey(words []string) (err error) {
 	return fmt.Errorf("no command %q", words[0])
 }
 
-func (p *player) join(dir, name, rank, size string) (err error) {
+func (p *player) join(dir, name, rank, size string, loss *losing) (err error) {
 	p.rank, _ = strconv.Atoi(rank)
 	p.size, _ = strconv.Atoi(size)
 	ex, err := OpenFile(context.Background(), FileOptions{Rank: p.rank, Size: p.size, Dir: dir, Name: name})
 	if err != nil {
 		return err
+	}
+	if loss != nil {
+		loss.Exchanger, ex = ex, loss
 	}
 	p.group, err = NewGroup(context.Background(), GroupOptions{Exchanger: ex, Timeout: 10 * time.Second})
 	return err

@@ -308,6 +308,9 @@ func (c *Channel) take(f *frame) error {
 	case kindWait:
 		closeFDs(f.fds)
 		return c.heardWait(f)
+	case kindLost:
+		closeFDs(f.fds)
+		return c.heardLost(f)
 	case kindPost:
 		closeFDs(f.fds)
 		c.mu.Lock()
@@ -338,7 +341,9 @@ func (c *Channel) linkEnded(l *link, err error) {
 	}
 	switch {
 	case stolen: // the last rank that an error names is the cause
-		c.Fail(l.rank, status.Errorf(status.System, "the connection to %s broke: something else in the process of %s has closed its descriptor: %w",
+		c.mu.Lock()
+		defer c.mu.Unlock()
+		c.failAndTell(l.rank, c.rank, status.Errorf(status.System, "the connection to %s broke: something else in the process of %s has closed its descriptor: %w",
 			p, c.peers[c.rank], err))
 	case errors.Is(err, os.ErrDeadlineExceeded): // the end of the drain: processEnded sets the error
 	case connectionGone(err):
@@ -349,25 +354,9 @@ func (c *Channel) linkEnded(l *link, err error) {
 		c.awaitBlame()
 		c.failLost(l.rank)
 	default:
-		c.Fail(l.rank, status.Errorf(status.System, "the connection to %s broke: %w", p, err))
-	}
-}
-
-// lost is a connection that has ended without a word.
-type lost struct {
-	rank int
-	err  error
-}
-
-// failLost fails a rank whose connection was lost, after those that were lost before: they may be its reason.
-func (c *Channel) failLost(rank int) {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	for _, l := range c.lost {
-		c.fail(l.rank, l.err)
-		if l.rank == rank {
-			return
-		}
+		c.mu.Lock()
+		defer c.mu.Unlock()
+		c.failAndTell(l.rank, l.rank, status.Errorf(status.System, "the connection to %s broke: %w", p, err))
 	}
 }
 

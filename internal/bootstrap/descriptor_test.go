@@ -61,7 +61,7 @@ func TestDescriptorThatSomethingElseHasClosed(t *testing.T) {
 		}
 		channels[1].CloseWith(err)
 		_, err = channels[2].Exchange(proctest.Context(t), "y", nil, nil)
-		wantError(t, err, status.System, "rank 1 (host ", "has left the group", "something else in the process of rank 1 (host ")
+		wantError(t, err, status.System, "rank 1 (host ", "has lost a connection", "something else in the process of rank 1 (host ")
 		_, err = channels[0].Exchange(proctest.Context(t), "y", nil, nil)
 		wantError(t, err, status.PeerDead, "rank 1 (host ", "closed its connection")
 	})
@@ -114,18 +114,21 @@ func begun(t *testing.T, n int) []*Pending {
 	return all
 }
 
+// joining is how a Connect has ended.
+type joining struct {
+	channel *Channel
+	err     error
+}
+
 // dialled connects rank 1 in a goroutine, and returns rank 0's end of its connection once the hello is there.
-func dialled(t *testing.T, ctx context.Context, all []*Pending) (atZero *link, dialer *connector, done chan error) {
+func dialled(t *testing.T, ctx context.Context, all []*Pending) (atZero *link, dialer *connector, done chan joining) {
 	t.Helper()
 	found := make(chan *connector, 1)
 	all[1].onConnect = func(n *connector) { found <- n }
-	done = make(chan error, 1)
+	done = make(chan joining, 1)
 	go func() {
 		c, err := all[1].Connect(ctx)
-		if err == nil {
-			err = c.Close()
-		}
-		done <- err
+		done <- joining{c, err}
 	}()
 	conn, err := all[0].listeners[0].Accept()
 	if err != nil {
@@ -153,13 +156,17 @@ func TestDescriptorClosedBeforeTheWelcome(t *testing.T) {
 	fd := steal(t, lost)
 	atZero.shut()
 	timely(t, func() {
-		c, err := all[0].Connect(proctest.Context(t))
-		if err != nil {
-			t.Fatal(err)
-		}
-		defer c.Close()
-		if err := <-done; err != nil {
-			t.Error(err)
+		other := make(chan joining, 1)
+		go func() {
+			c, err := all[0].Connect(proctest.Context(t))
+			other <- joining{c, err}
+		}()
+		for _, one := range []joining{<-done, <-other} {
+			if one.err != nil {
+				t.Error(one.err)
+			} else {
+				defer one.channel.Close()
+			}
 		}
 	})
 	giveUp(t, fd)
@@ -176,7 +183,7 @@ func TestFarewellBeforeTheWelcome(t *testing.T) {
 	if err != nil || f.kind != kindBye || !strings.Contains(decodeRefusal(f.blob).Error(), "no room for 5 GiB") {
 		t.Errorf("got %+v, %v", f, err)
 	}
-	wantError(t, <-done, status.OutOfMemory, "no room for 5 GiB")
+	wantError(t, (<-done).err, status.OutOfMemory, "no room for 5 GiB")
 }
 
 // Connections that end without a word are blamed in the order in which they ended.
@@ -188,4 +195,37 @@ func TestTheFirstLostConnectionIsBlamed(t *testing.T) {
 	c.failLost(1)
 	_, err := c.Exchange(proctest.Context(t), "x", nil, nil)
 	wantError(t, err, status.PeerDead, "rank 2 went first")
+}
+
+// A peer that has read a frame may leave before the writer returns, which must not count as a failed write.
+func TestPeerLeavesWithTheFrame(t *testing.T) {
+	for range 300 {
+		pair, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
+		if err != nil {
+			t.Fatal(err)
+		}
+		file := os.NewFile(uintptr(pair[0]), "socket")
+		conn, err := net.FileConn(file)
+		file.Close()
+		if err != nil {
+			t.Fatal(err)
+		}
+		gone := make(chan struct{})
+		go func() {
+			defer close(gone)
+			unix.Recvmsg(pair[1], make([]byte, headerBytes), nil, 0)
+			unix.Close(pair[1])
+		}()
+		null, err := os.Open(os.DevNull)
+		if err != nil {
+			t.Fatal(err)
+		}
+		err = newLink(1, conn).write(&frame{kind: kindWelcome, fds: []int{int(null.Fd())}})
+		null.Close()
+		<-gone
+		conn.Close()
+		if err != nil {
+			t.Fatal(err)
+		}
+	}
 }

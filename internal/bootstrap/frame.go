@@ -39,6 +39,7 @@ const (
 	kindKnock                          // door: a process asks to be let into a group
 	kindAdmit                          // door: it is let in
 	kindWait                           // channel: whether the sender waits for others
+	kindLost                           // channel: a connection of the sender broke, and which rank is to blame
 	kindEnd
 )
 

@@ -7,6 +7,7 @@ import (
 	"encoding/json"
 	"errors"
 	"maps"
+	"slices"
 	"time"
 
 	"github.com/deepep-go/deepep/internal/status"
@@ -14,6 +15,9 @@ import (
 
 // maxPosts bounds the tags under which a rank may post.
 const maxPosts = 64
+
+// hopelessTime is how long a gathering with a member that has failed still waits for the others, so that all fail alike.
+const hopelessTime = time.Second
 
 // post is what a rank posts under a tag.
 type post struct {
@@ -136,6 +140,7 @@ func (c *Channel) gather(ctx context.Context, tag string, blob []byte, members [
 	}
 	wait := c.beginWait()
 	defer wait.end()
+	var hopeless time.Time // since then
 	for {
 		c.mu.Lock()
 		got, missing, err := c.gathered(tag, members)
@@ -143,6 +148,14 @@ func (c *Channel) gather(ctx context.Context, tag string, blob []byte, members [
 		if err == nil && len(missing) == 0 {
 			if err = agree(got); err == nil {
 				missing, err = c.compareViews(tag, members, got)
+			}
+		}
+		if failed := c.failedMember(members); err == nil && len(missing) > 0 && failed != nil {
+			if hopeless.IsZero() {
+				hopeless = time.Now()
+			}
+			if time.Since(hopeless) > hopelessTime {
+				err = failed
 			}
 		}
 		if err == nil && len(missing) > 0 && ctx.Err() != nil {
@@ -195,6 +208,13 @@ func (c *Channel) stand(tag string, blob []byte) error {
 	own.number++
 	own.blob, own.killed, own.view = append([]byte{}, blob...), nil, nil
 	return c.sendPost(tag, append(binary.LittleEndian.AppendUint64([]byte{postStands}, own.number), blob...))
+}
+
+// failedMember is the first failure of a member whose process lives: the gathering cannot succeed. Needs c.mu.
+func (c *Channel) failedMember(members []int) error {
+	return c.firstFailure(func(rank int) bool {
+		return slices.Contains(members, rank) && (!c.state[rank].Ended || c.state[rank].Left)
+	})
 }
 
 // gathered takes the members' posts as they are now. Needs c.mu.

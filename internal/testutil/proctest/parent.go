@@ -92,6 +92,19 @@ func (p *Proc) Send(format string, args ...any) {
 	}
 }
 
+// TrySend is Send to a child that may have ended.
+func (p *Proc) TrySend(format string, args ...any) { _, _ = fmt.Fprintf(p.in, format+"\n", args...) }
+
+// Next waits for the next line of a child that may have ended; then "".
+func (p *Proc) Next() string {
+	select {
+	case line := <-p.lines:
+		return line
+	case <-time.After(Limit):
+		return ""
+	}
+}
+
 // Expect waits for the child's next line, which must begin with word, and returns the rest of the line; with "" it takes
 // any line and returns the whole.
 func (p *Proc) Expect(word string) string {
