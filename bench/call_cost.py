@@ -1,4 +1,4 @@
-"""What a low-latency call costs its caller, without a GPU: Python, C API and engine, over kernels that do nothing.
+"""What a call costs its caller, without a GPU: Python, C API and engine, over kernels that do nothing.
 
 The kernel library is that of the engine's own tests: its streams are queues as on a GPU, its calls return at once. So
 what is left is the host's share of a call, CUDA's own apart, and two states of the code compare on any machine:
@@ -50,9 +50,45 @@ def make_buffer(folder: str) -> Any:
         None, 1 << 20, 1 << 20, low_latency_mode=True, num_qps_per_rank=1, explicitly_destroy=True, engine="cpu",
         bootstrap=deep_ep.Bootstrap.file(0, 1, folder),
     )  # fmt: skip
+    as_on_gpus(buffer)
+    return buffer
+
+
+def as_on_gpus(buffer: Any) -> None:
+    """Has a buffer's calls follow the caller's stream, which is never captured."""
+    from deep_ep import _torch
+
     buffer._core.host_stream = False
     buffer._core.raw_stream = functools.partial(operator.index, STREAM)
-    return buffer
+    _torch.is_capturing = bool
+
+
+def elastic_cases_of(folder: str) -> dict[str, Callable[[], Any]]:
+    """V2's calls, as training and prefill make them, on a buffer of one rank that lives as long as they."""
+    import torch
+
+    import deep_ep
+
+    buffer = deep_ep.ElasticBuffer(
+        None, num_max_tokens_per_rank=TOKENS, hidden=HIDDEN, num_topk=TOPK, explicitly_destroy=True, engine="cpu",
+        bootstrap=deep_ep.Bootstrap.file(0, 1, folder),
+    )  # fmt: skip
+    as_on_gpus(buffer)
+    x = torch.zeros(TOKENS, HIDDEN, dtype=torch.bfloat16)
+    idx = torch.zeros(TOKENS, TOPK, dtype=torch.int64)
+    weights = torch.ones(TOKENS, TOPK)
+    cases = {}
+    for layout, expand in (("plain", False), ("expanded", True)):
+        dispatch = functools.partial(buffer.dispatch, x, do_expand=expand)
+        fresh = functools.partial(dispatch, topk_idx=idx, topk_weights=weights, num_experts=EXPERTS)
+        received, _, received_weights, handle, _ = fresh(do_cpu_sync=False)
+        cases |= {
+            f"V2 dispatch, {layout}": fresh,
+            f"V2 dispatch without CPU sync, {layout}": functools.partial(fresh, do_cpu_sync=False),
+            f"V2 dispatch with a handle, {layout}": functools.partial(dispatch, handle=handle),
+            f"V2 combine, {layout}": functools.partial(buffer.combine, received, handle, received_weights),
+        }
+    return cases
 
 
 def normal_cases_of(buffer: Any) -> dict[str, Callable[[], Any]]:
@@ -165,14 +201,17 @@ def main() -> int:
         import torch
 
         under = torch.device("cpu") if options.mode else contextlib.nullcontext()
-        for name, call in (normal_cases_of(buffer) | cases_of(buffer)).items():
+        second = Path(folder, "second")
+        second.mkdir()
+        cases = normal_cases_of(buffer) | cases_of(buffer) | elastic_cases_of(str(second))
+        for name, call in cases.items():
             with under:
                 measure(call, 1000)
                 if options.busy:
                     with busy_thread():
-                        print(f"{name:32} {100 * wait_share(call):5.1f} %", flush=True)
+                        print(f"{name:40} {100 * wait_share(call):5.1f} %", flush=True)
                     continue
-                print(f"{name:32} {measure(call, options.calls):6.2f} us", flush=True)
+                print(f"{name:40} {measure(call, options.calls):6.2f} us", flush=True)
         buffer.destroy()
     return 0
 

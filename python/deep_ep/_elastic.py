@@ -256,6 +256,10 @@ class Shape:
         most = self.bound() * min(self.num_topk, self.num_local) + (self.alignment - 1) * self.num_local
         return -(-most // self.alignment) * self.alignment
 
+    def worst_rows(self) -> int:
+        """Rows of recv_x that has room for any routing."""
+        return self.expanded_bound() if self.expand else self.bound()
+
 
 @dataclass
 class Sending:
@@ -324,11 +328,11 @@ class ElasticMode:
         with order.context:
             matrix = _torch.empty((ranks, ranks), INT32, core.device)
             head, slots = _torch.like(matrix, num_tokens, ranks), _torch.like(matrix, num_tokens, shape.num_topk)
-            per_rank = _torch.like(matrix, self._num_scaleup())
+            per_rank = _torch.like(matrix, self.num_scaleup())
             per_expert, unaligned = _torch.like(matrix, local), _torch.like(matrix, local)
             metadata = _torch.like(matrix, shape.bound() if sending.worst else 0, shape.num_topk + 2)
             kept = _torch.empty(topk_idx.shape, topk_idx.dtype, core.device) if sending.copies_topk else topk_idx
-        rows = 0 if not sending.worst else shape.expanded_bound() if shape.expand else shape.bound()
+        rows = shape.worst_rows() if sending.worst else 0
         handle = EPHandle(
             shape.expand, shape.num_experts, shape.alignment, shape.num_max, num_sms, kept, rows, rows, [],
             per_rank, per_expert, unaligned, metadata, slots, matrix, head,
@@ -341,10 +345,10 @@ class ElasticMode:
             num_tokens, shape.num_topk, shape.num_experts, shape.alignment, shape.bound() if sending.worst else 0,
             payload.x_type, payload.num_scales, payload.hidden, ctypes.addressof(native), native.routing,
             native.index_type, shape.num_max, rows if shape.expand else 0, topk_idx.data_ptr(), _at(sending.stats),
-            self._num_scaleup(),
+            self.num_scaleup(),
         )  # fmt: skip
         function = core.native.lib.with_gil.deepep_notify_counts
-        held = (topk_idx, sending.stats, kept, *_library_tensors(handle))
+        held = (topk_idx, sending.stats, kept, *library_tensors(handle))
         order.first(function, ctypes.byref(notify), ctypes.byref(sending.exchange), config=sending.config, held=held)
         setattr(matrix, EXCHANGE, native.exchange)
         return handle
@@ -385,25 +389,23 @@ class ElasticMode:
         core, shape, payload, order = self._core, sending.shape, sending.payload, sending.order
         weights, num_topk = sending.weights, shape.num_topk
         with order.context:
-            x = self._rows((rows, int(payload.x.shape[1])), payload.x)
+            x, segment, offset = self._rows(payload.x, rows)
             scales, strides = _received_scales(payload, rows, sending.columns)
             topk_idx = None if shape.expand else _torch.like(handle.topk_idx, rows, num_topk)
             recv_weights = None
             if weights is not None:
                 recv_weights = _torch.like(weights, rows) if shape.expand else _torch.like(weights, rows, num_topk)
-        pool = core.native.rows
-        offset = pool.offset(x) if pool is not None else None
         args = _DISPATCH(
             int(sending.token == 0), sending.token, payload.x_type, payload.num_scales, payload.hidden,
             payload.num_tokens, native.index_type, shape.bound() if sending.worst else 0,
-            -1 if offset is None else pool.index, offset or 0, payload.x.data_ptr(), _at(payload.scales),
+            segment, offset, payload.x.data_ptr(), _at(payload.scales),
             *(payload.scales.stride() if payload.scales is not None else (0, 0)), _at(weights),
             ctypes.addressof(native), x.data_ptr(), _at(scales), _at(topk_idx), _at(recv_weights), *strides,
             int(sending.padding),
         )  # fmt: skip
         held = (
             payload.x, payload.scales, weights, sending.topk_idx, sending.stats, handle.topk_idx,
-            *_library_tensors(handle), x, scales, topk_idx, recv_weights,
+            *library_tensors(handle), x, scales, topk_idx, recv_weights,
         )  # fmt: skip
         event = order.finish(core.native.lib.with_gil.deepep_dispatch, ctypes.byref(args), sending.config, held)
         return (x if scales is None else (x, scales)), topk_idx, recv_weights, handle, event
@@ -438,15 +440,16 @@ class ElasticMode:
         args = _COMBINE(
             0 if topk_weights is None else num_topk, hidden, -1, x.data_ptr(), _at(topk_weights), _at(biases[0]),
             _at(biases[1]), ctypes.addressof(native), combined.data_ptr(), _at(weights), rows if expand else 0,
-            self._apart(expand),
+            self.apart(expand),
         )  # fmt: skip
-        held = (x, topk_weights, *biases, combined, weights, handle.topk_idx, *_library_tensors(handle))
+        held = (x, topk_weights, *biases, combined, weights, handle.topk_idx, *library_tensors(handle))
         event = order.finish(core.native.lib.with_gil.deepep_combine, ctypes.byref(args), config, held)
         return combined, weights, event
 
     # ---- helpers
 
-    def _num_scaleup(self) -> int:
+    def num_scaleup(self) -> int:
+        """Ranks of a logical domain."""
         core = self._core
         return core.group_size if self._direct else core.group_size // core.num_nodes
 
@@ -468,7 +471,7 @@ class ElasticMode:
         psum = handle.psum_num_recv_tokens_per_scaleup_rank  # of the mode of the buffer that made it
         num_psum = psum.numel() if isinstance(psum, Tensor) else 0
         if num_psum not in (ranks, ranks // core.num_nodes):
-            num_psum = self._num_scaleup()
+            num_psum = self.num_scaleup()
         shapes = (
             (num_psum,), (local,), (local,), (arrived, num_topk + 2), (num_tokens, num_topk), (ranks, ranks),
             (num_tokens, ranks),
@@ -498,19 +501,22 @@ class ElasticMode:
         """deepep_config; on the CPU engine the number of SMs means nothing."""
         return self._normal._config(None, kind, 0 if self._core.host_stream else num_sms)
 
-    def _rows(self, shape: tuple[int, int], like: Tensor) -> Tensor:
-        core = self._core
+    def rows_for(self, x: Tensor, rows: int) -> tuple[OptionalTensor, int, int]:
+        """recv_x where torch's allocator alone will not do, and the segment and the offset there of its rows."""
+        core, cache = self._core, self._normal._row_cache
         pool = core.native.rows
-        if pool is not None and shape[0]:
-            tensor: OptionalTensor = pool.empty(shape, like.dtype, core.device)
-            if tensor is not None:
-                return tensor
-        cache = self._normal._row_cache
-        if core.host_stream and cache.serves(shape[0] * shape[1] * like.itemsize):
-            return cache.empty(shape, like.dtype)
-        return _torch.like(like, *shape)
+        if pool is not None and rows:
+            recv_x, offset = pool.place(x, rows) or (None, None)
+            return (recv_x, -1, 0) if offset is None else (recv_x, pool.index, offset)
+        if core.host_stream and cache.serves(rows * int(x.shape[1]) * x.itemsize):
+            return cache.empty((rows, int(x.shape[1])), x.dtype), -1, 0
+        return None, -1, 0
 
-    def _apart(self, expand: bool) -> int:
+    def _rows(self, x: Tensor, rows: int) -> tuple[Tensor, int, int]:
+        recv_x, segment, offset = self.rows_for(x, rows)
+        return _torch.like(x, rows, int(x.shape[1])) if recv_x is None else recv_x, segment, offset
+
+    def apart(self, expand: bool) -> int:
         """`unreduced` of deepep_combine_args: which rows are added at the token's rank alone."""
         if expand and self._unreduced:
             return 1
@@ -532,9 +538,14 @@ def _cut_short(sending: Sending, error: BaseException) -> None:
     sending.order.leave()
 
 
-def _library_tensors(handle: EPHandle) -> tuple[OptionalTensor, ...]:
+def library_tensors(handle: EPHandle) -> tuple[OptionalTensor, ...]:
     """What the library reads and writes of a handle, beside topk_idx."""
     return tuple(getattr(handle, name) for name in TENSORS[1:])
+
+
+def scale_column(rows: int) -> int:
+    """Elements of a column of scales, which begins on 16 bytes."""
+    return max(1, -(-rows // SCALE_ALIGNMENT)) * SCALE_ALIGNMENT
 
 
 def _received_scales(payload: Payload, rows: int, columns: bool) -> tuple[OptionalTensor, tuple[int, int]]:
@@ -544,5 +555,5 @@ def _received_scales(payload: Payload, rows: int, columns: bool) -> tuple[Option
     count = payload.num_scales
     if not columns:
         return _torch.like(payload.scales, rows, count), (count, 1)
-    stride = max(1, -(-rows // SCALE_ALIGNMENT)) * SCALE_ALIGNMENT
+    stride = scale_column(rows)
     return _torch.like(payload.scales, count, stride).t()[:rows], (1, stride)

@@ -28,7 +28,7 @@ _ROWS = (0,)  # the dimensions that may have any length: the first
 _FRESH = (_ROWS, _ROWS, (), _ROWS, (), _ROWS, _ROWS)
 
 
-class _Missing:
+class Missing:
     """A plan that is not there: its key, and the recv_x of the call."""
 
     __slots__ = ("key", "recv_x")
@@ -37,7 +37,7 @@ class _Missing:
         self.key, self.recv_x = key, recv_x
 
     @classmethod
-    def of(cls, key: bytes | None, recv_x: OptionalTensor = None) -> _Missing | None:
+    def of(cls, key: bytes | None, recv_x: OptionalTensor = None) -> Missing | None:
         """None for a call of which there can be no plan."""
         return None if key is None else cls(key, recv_x)
 
@@ -69,7 +69,7 @@ class NormalFace:
         """Buffer.get_dispatch_layout, whose indices were looked at where that is possible."""
         launch = self._core.take_launch_with_event()
         got = self._layout.run(launch, topk_idx, num_experts)
-        return (*got, no_event()) if type(got) is tuple else _Missing.of(got)
+        return (*got, no_event()) if type(got) is tuple else Missing.of(got)
 
     def fresh(self, inputs: tuple[Any, ...], alignment: object, worst: object, config: int) -> Any:
         """Buffer.dispatch without a handle. `inputs`: the tensors from x to topk_weights; `config`: an address."""
@@ -83,7 +83,7 @@ class NormalFace:
         try:
             got = self._notify.run(launch, *inputs, alignment, worst, config, ends=False)
             if type(got) is not tuple:
-                return _Missing.of(got)
+                return Missing.of(got)
             token, exchange, matrix, head, sent_to, received_from = got
             rows, per_local_expert = self._wait_counts(token, per_expert.shape[0] // core.group_size)
             recv_x, scales, idx, weights, source = self._deliver(
@@ -135,7 +135,7 @@ class NormalFace:
             self._cancel(launch, _face.begun(error), error)
             raise
         if type(got) is not tuple:
-            return _Missing.of(got, given)
+            return Missing.of(got, given)
         _, exchange, matrix, head, recv_x, source, scales, idx, weights, sent_to, received_from = got
         recv_x = given if recv_x is None else recv_x
         setattr(matrix, EXCHANGE, exchange)
@@ -165,7 +165,7 @@ class NormalFace:
             config,
         )
         if type(got) is not tuple:
-            return _Missing.of(got, given)
+            return Missing.of(got, given)
         recv_x = given if got[0] is None else got[0]
         return recv_x if scales is None else (recv_x, got[1]), None, None, None, None, no_event()
 
@@ -179,7 +179,7 @@ class NormalFace:
         got = self._combine.run(
             self._core.take_launch_with_event(), x, topk_weights, first, second, matrix, head, source, exchange, config
         )
-        return (*got, no_event()) if type(got) is tuple else _Missing.of(got)
+        return (*got, no_event()) if type(got) is tuple else Missing.of(got)
 
     # ---- their parts
 
@@ -236,7 +236,7 @@ class NormalFace:
         p.call(self._lib.deepep_get_layout, args, _face.call_struct(core, p, constant(0), number(0), number(1)))
         self._layout.add(key, p)
 
-    def add_fresh(self, missing: _Missing, inputs: tuple[OptionalTensor, ...], alignment: int, worst: int) -> None:
+    def add_fresh(self, missing: Missing, inputs: tuple[OptionalTensor, ...], alignment: int, worst: int) -> None:
         """The first step of a dispatch, or both of a worst case."""
         if worst:
             self._add_worst(missing.key, inputs, missing.recv_x, alignment, worst)
@@ -298,7 +298,7 @@ class NormalFace:
         self._views(p, matrix)
         self._worst.add(key, p)
 
-    def add_cached(self, missing: _Missing, x: Tensor, scales: OptionalTensor) -> None:
+    def add_cached(self, missing: Missing, x: Tensor, scales: OptionalTensor) -> None:
         """Results: recv_x if none was given, and its scales."""
         core, p = self._core, Program(self._core.device)
         exchange, segment, offset, config, stream_of, event = (number(i) for i in range(6))

@@ -21,8 +21,11 @@ from ._elastic import (
     Shape,
     check_beside_handle,
 )
+from ._elastic_face import ElasticFace, Kind
+from ._face import MAX_PLANS
 from ._memory import HAS_ROW_POOLS
 from ._native import MAX_RANKS
+from ._normal_face import Missing
 from ._plan import plan
 from ._torch import FLOAT32, INDEX_TYPES, INT32, OptionalTensor, Tensor, is_compiling, native, opaque
 from .bootstrap import Bootstrap
@@ -176,6 +179,9 @@ class ElasticBuffer(BufferBase):
         self.num_scaleout_ranks, self.num_scaleup_ranks = logical
         self.scaleout_rank_idx, self.scaleup_rank_idx = divmod(core.rank, self.num_scaleup_ranks)
         self._sms_of: dict[int, int] = {}  # by choices of a token
+        self._face: ElasticFace | None = None
+        self._has_face = True  # until the first call knows
+        self._kinds: dict[Any, Any] = {}
 
     # ---- life
 
@@ -430,7 +436,8 @@ class ElasticBuffer(BufferBase):
             from .ops import methods
 
             return methods.elastic_dispatch(self, *given)
-        return self._dispatch(*given)
+        with _torch.without_modes():
+            return self._dispatch(*given)
 
     @native
     def combine(
@@ -476,7 +483,8 @@ class ElasticBuffer(BufferBase):
             from .ops import methods
 
             return methods.elastic_combine(self, *given)
-        return self._combine(*given)
+        with _torch.without_modes():
+            return self._combine(*given)
 
     # ---- not there
 
@@ -526,14 +534,56 @@ class ElasticBuffer(BufferBase):
         padding: bool,
         columns: bool,
     ) -> Dispatched:
+        self._enter()
+        face, key, missing, kind = None, None, None, None
+        data: Any
+        data, scales = x if type(x) is tuple and len(x) == 2 else (x, None)
+        if previous_event is None and before_epilogue is None and is_async is False and on_comm is False:
+            face = self._opened_face()
+        if face is not None:
+            chosen = num_experts, num_max_tokens, alignment, num_sms, num_qps, copies_topk, cpu_sync, expand, padding
+            key = _key(handle, topk_idx, stats, *chosen, columns)
+            kind = None if key is None else self._kinds.get(key)
+        inputs = (data, scales, topk_idx, topk_weights, stats)
+        if face is not None and kind is not None:
+            if handle is not None:
+                missing = face.again(data, scales, topk_weights, handle, kind)
+            elif kind.worst or self._core.host_stream or not _torch.is_capturing():
+                missing = face.fresh(inputs, kind)
+            if type(missing) is tuple:
+                return missing
         sending, known = self._prepare(
             x, topk_idx, topk_weights, stats, num_experts, num_max_tokens, alignment, num_sms, num_qps, previous_event,
             is_async, on_comm, handle, copies_topk, cpu_sync, expand, padding, columns,
         )  # fmt: skip
         sending.order.wait_too(before_epilogue)
-        if handle is not None:
-            return self._mode.resend(sending, handle)
-        return self._mode.send(sending, known)
+        result = self._mode.send(sending, known) if handle is None else self._mode.resend(sending, handle)
+        if face is not None and key is not None:
+            if kind is None:
+                self._learn(key, sending, known)
+            elif isinstance(missing, Missing) and handle is not None:
+                face.add_again(missing, data, scales, topk_weights, handle, kind)
+            elif isinstance(missing, Missing):
+                face.add_fresh(missing, inputs, kind)
+        return result
+
+    def _opened_face(self) -> ElasticFace | None:
+        """The compiled face; None where there is none, and in the communication stream, which Order refuses."""
+        core = self._core
+        if self._face is None and self._has_face:
+            self._face = ElasticFace.of(core, self._mode)
+            self._has_face = self._face is not None
+        own = not core.host_stream and core.raw_stream() == core.comm_stream_address
+        return None if own else self._face
+
+    def _learn(self, key: Any, sending: Sending, num_sms: int) -> None:
+        """Notes what the checks of a call have found, for later ones with the same numbers."""
+        if len(self._kinds) >= MAX_PLANS:
+            self._kinds.clear()
+        self._kinds[key] = Kind(
+            sending.shape, sending.padding, sending.columns, sending.copies_topk, sending.worst, sending.config,
+            num_sms,
+        )  # fmt: skip
 
     def _prepare(
         self,
@@ -615,11 +665,28 @@ class ElasticBuffer(BufferBase):
         on_comm: bool,
     ) -> Combined:
         self._enter()
+        face, key, missing, config = None, None, None, None
+        if previous_event is None and before_epilogue is None and is_async is False and on_comm is False:
+            face = self._opened_face()
+        if face is not None:
+            key = _key(handle, None, None, num_sms, num_qps)
+            config = None if key is None else self._kinds.get(key)
+        if face is not None and config is not None:
+            missing = face.combine(x, handle, topk_weights, bias, config)
+            if type(missing) is tuple:
+                return missing
         self._mode.check_handle(handle)
         given, _ = self._resolve_sms(num_sms, num_qps, handle.num_experts, int(handle.topk_idx.shape[1]), handle)
         order = Order(self._core, previous_event, is_async, on_comm)
         order.wait_too(before_epilogue)
-        return self._mode.combine(x, handle, topk_weights, bias, given, order)
+        result = self._mode.combine(x, handle, topk_weights, bias, given, order)
+        if face is not None and key is not None:
+            if config is None:
+                self._kinds[key] = self._mode.config(1, given)
+            elif isinstance(missing, Missing):
+                biases = bias if isinstance(bias, tuple) else (bias, None)
+                face.add_combine(missing, x, handle, topk_weights, biases)
+        return result
 
     def _resolve_sms(
         self, num_sms: int, num_qps: int, num_experts: int, num_topk: int, handle: EPHandle | None
@@ -661,6 +728,32 @@ class ElasticBuffer(BufferBase):
         fits = number >= 1 and number % ranks == 0
         assertion(fits, f"argument num_experts: got {number}, allowed a positive multiple of the {ranks} ranks")
         return number
+
+
+def _key(handle: object, topk_idx: object, stats: object, *values: Any) -> Any:
+    """Under which what the checks of such a call find is kept; None for a call that only they can judge.
+
+    Types are part of it: True is no number.
+    """
+    if handle is None:
+        if type(topk_idx) is not Tensor or topk_idx.dim() != 2:
+            return None
+        own: tuple[Any, ...] = (topk_idx.shape[1],)
+    else:
+        if type(handle) is not EPHandle or topk_idx is not None or stats is not None:
+            return None
+        if type(handle.topk_idx) is not Tensor or handle.topk_idx.dim() != 2:
+            return None
+        own = (
+            handle.topk_idx.shape[1], handle.num_sms, handle.num_experts, handle.expert_alignment,
+            handle.num_max_tokens_per_rank, handle.do_expand,
+        )  # fmt: skip
+    key = (*own, *values)
+    try:
+        hash(key)
+    except TypeError:
+        return None
+    return key, tuple(map(type, key))
 
 
 def get_physical_domain_size(group: Group) -> tuple[int, int]:

@@ -18,7 +18,7 @@
 
 #include "deepep.h"
 
-enum { kMaxTensors = 16, kMaxDims = 8, kMaxOutputs = 12, kMaxKey = 1024, kMaxBlob = 2048, kMaxNumbers = 8 };
+enum { kMaxTensors = 16, kMaxDims = 8, kMaxOutputs = 12, kMaxKey = 1024, kMaxBlob = 2048, kMaxNumbers = 12 };
 
 typedef void *Tensor; /* AtenTensorHandle: points to an at::Tensor, which is one pointer, to its implementation */
 typedef deepep_status_t (*EnterFn)(deepep_buffer_t buffer, void *a, void *b, void *c);

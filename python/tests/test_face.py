@@ -106,13 +106,7 @@ def rank_same(ctx, fp8):
                 assert buffer._normal._face is not None, "the compiled face is not built"
                 held = [tensor._use_count() for tensor in flat((fresh[:3], combined))]
                 assert set(held) == {1}, held
-    assert len(seen[True]) == len(seen[False]) > 15
-    for mine, pythons in zip(*seen.values(), strict=True):
-        assert (mine.dtype, mine.shape, mine.stride()) == (pythons.dtype, pythons.shape, pythons.stride())
-        assert torch.equal(
-            mine.view(torch.uint8) if mine.dtype is torch.float8_e4m3fn else mine,
-            pythons.view(torch.uint8) if mine.dtype is torch.float8_e4m3fn else pythons,
-        )
+    same_tensors(seen)
 
 
 def flat(value):
@@ -126,6 +120,70 @@ def flat(value):
 @pytest.mark.parametrize("fp8", (False, True), ids=("bf16", "fp8 with scales"))
 def test_gives_what_python_gives(pool, fp8):
     pool.run(2, rank_same, fp8)
+
+
+def rank_same_elastic(ctx, fp8, expand):
+    """The same of V2's calls: with counts and without, resent, and combined."""
+    torch.manual_seed(ctx.rank)
+    tokens, experts, topk, hidden = 24 + ctx.rank, 4 * ctx.size, 3, 256
+    x = torch.randn(tokens, hidden).to(torch.bfloat16)
+    scales = torch.rand(2, tokens).t()
+    idx = torch.stack([torch.randperm(experts)[:topk] for _ in range(tokens)])
+    idx[0] = -1
+    weights, stats = torch.rand(tokens, topk), torch.zeros(4, dtype=torch.int32)
+    x, scales, idx, weights, stats = (tensor.to(ctx.device) for tensor in (x, scales, idx, weights, stats))
+    data = (x.to(torch.float8_e4m3fn), scales) if fp8 else x
+    options = {"do_expand": expand, "do_zero_padding": expand, "use_tma_aligned_col_major_sf": fp8}
+    chosen = {"num_experts": experts, "expert_alignment": 2, "num_max_tokens_per_rank": 32}
+    seen = {}
+    for compiled in (True, False):
+        with alone.elastic_of(ctx) as buffer:
+            buffer._core.compiled = compiled
+            for turn in range(4):
+                if turn == 3 and compiled:
+                    got = {
+                        name: Counted(site.call) for name, site in vars(buffer._face).items() if hasattr(site, "run")
+                    }
+                    for name, call in got.items():
+                        getattr(buffer._face, name).call = call
+                fresh = buffer.dispatch(data, idx, weights, stats, **chosen, **options)
+                worst = buffer.dispatch(data, idx, None, do_cpu_sync=False, do_handle_copy=False, **chosen, **options)
+                again = buffer.dispatch(data, None, weights, handle=fresh[3], **options)
+                rows = fresh[3].num_recv_tokens
+                answers = torch.ones(rows, hidden, dtype=torch.bfloat16, device=ctx.device)
+                combined = buffer.combine(answers, fresh[3], fresh[2], bias=(x, None))
+            assert worst[3].topk_idx is idx and fresh[3].topk_idx is not idx and torch.equal(fresh[3].topk_idx, idx)
+            handles = [
+                (h.psum_num_recv_tokens_per_scaleup_rank, h.psum_num_recv_tokens_per_expert,
+                 h.num_unaligned_recv_tokens_per_expert, h.topk_idx) for h in (fresh[3], worst[3])
+            ]  # fmt: skip
+            metadata = fresh[3].recv_src_metadata[:, : None if expand else 2]
+            counted = torch.tensor([rows, *fresh[3].num_recv_tokens_per_expert_list])
+            first = [part[:1] for part in flat(worst[:3])]
+            seen[compiled] = flat((fresh[:3], again[:3], first, combined, handles, metadata, stats, counted))
+            if compiled:
+                assert all(type(one) is tuple for call in got.values() for one in call.got)
+                assert all(call.got for call in got.values()), {name: len(call.got) for name, call in got.items()}
+                held = [tensor._use_count() for tensor in flat((fresh[1:3], again[1:3], combined))]
+                assert set(held) == {1}, held
+            stats.zero_()
+    same_tensors(seen)
+
+
+def same_tensors(seen):
+    """Those that the face returned are those that Python returned."""
+    assert len(seen[True]) == len(seen[False]) > 15
+    for mine, pythons in zip(*seen.values(), strict=True):
+        assert (mine.dtype, mine.shape, mine.stride()) == (pythons.dtype, pythons.shape, pythons.stride())
+        is_fp8 = mine.dtype is torch.float8_e4m3fn
+        assert torch.equal(*(t.view(torch.uint8) if is_fp8 else t for t in (mine, pythons)))
+
+
+@checks.needs_face
+@pytest.mark.parametrize("expand", (False, True), ids=("plain", "expanded"))
+@pytest.mark.parametrize("fp8", (False, True), ids=("bf16", "fp8 with scales"))
+def test_gives_what_python_gives_in_v2(pool, fp8, expand):
+    pool.run(2, rank_same_elastic, fp8, expand)
 
 
 def rank_refusals(ctx):

@@ -36,6 +36,7 @@ FACED = (
     "combine",
     "low latency",
     "asynchronous low latency",
+    *alone.ELASTIC,
 )  # calls of the compiled face
 BOOKKEEPING = (
     "PUSH_EXC_INFO",
@@ -159,9 +160,8 @@ def rank_instructions(ctx, kind, stride, compiled):
             n, counting = 1, RaisesAt(package, 0)
             traced(counting, call)
             assert counting.count > 30, "the call is not traced"
-            if not v2:
-                opened = buffer._normal._face or buffer._low_latency._face
-                assert (opened is not None) == (compiled and kind in FACED), "the compiled face"
+            opened = buffer._face if v2 else buffer._normal._face or buffer._low_latency._face
+            assert (opened is not None) == (compiled and kind in FACED), "the compiled face"
             while n <= counting.count:
                 tracer = RaisesAt(package, n)
                 spy.addresses.clear()

@@ -1,0 +1,483 @@
+"""V2's calls that follow plans: which arguments a kind of call has, and where they go in the C structs.
+
+As in normal mode (_normal_face) these are synchronous calls without events, whose outputs are the caller's stream's.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+from . import _abi, _face, _torch, errors
+from ._core import Core, Ordering
+from ._elastic import Combined, Dispatched, ElasticMode, EPHandle, Shape, library_tensors, scale_column
+from ._face import Program, Site, Source, address, constant, number, size, stride
+from ._native import Launch
+from ._normal_face import EXCHANGE, POLL_NS, Missing
+from ._torch import BF16, FLOAT32, INDEX_TYPES, INT32, OptionalTensor, Tensor
+from .utils.event import no_event
+
+_ROWS = (0,)  # the dimensions that may have any length: the first
+_MADE = ((), (), (), _ROWS, _ROWS, (), _ROWS)  # library_tensors of a handle
+_FIELDS = (
+    "psum_recv_tokens_per_rank", "psum_recv_tokens_per_expert", "num_recv_tokens_per_expert", "recv_src_metadata",
+    "dst_slot", "rank_prefix_matrix", "send_head",
+)  # of deepep_handle, in their order  # fmt: skip
+METADATA, SLOTS, MATRIX, HEAD = range(3, 7)
+X, SCALES, IDX, WEIGHTS, STATS = range(5)  # the tensors of a dispatch without a handle, in front in its sites
+_FRESH = (_ROWS, _ROWS, _ROWS, _ROWS, ())
+Inputs = tuple[Any, ...]
+
+
+class Kind:
+    """The numbers of a dispatch that has passed the checks."""
+
+    __slots__ = ("shape", "padding", "columns", "copies_topk", "worst", "config", "num_sms", "scalars")
+
+    def __init__(
+        self, shape: Shape, padding: bool, columns: bool, copies_topk: bool, worst: bool, config: Any, num_sms: int
+    ) -> None:
+        """`num_sms` is for a new handle."""
+        self.shape, self.padding, self.columns = shape, padding, columns
+        self.copies_topk, self.worst, self.config, self.num_sms = copies_topk, worst, config, num_sms
+        self.scalars = (shape.num_experts, shape.num_max, shape.alignment, shape.expand, padding, columns)
+
+
+class ElasticFace:
+    """The sites of one buffer's calls."""
+
+    @classmethod
+    def of(cls, core: Core, mode: ElasticMode) -> ElasticFace | None:
+        """For a buffer that is ready; None where there is no compiled face."""
+        return cls(core, mode) if core.compiled and _face.load() is not None else None
+
+    def __init__(self, core: Core, mode: ElasticMode) -> None:
+        self._core, self._mode = core, mode
+        self._lib = core.native.lib.with_gil
+        self._poll, self._wait_address = _face.load().poll_counts, _face.address_of(self._lib.deepep_wait_counts)
+        self._notify = Site(core, _FRESH, 7, 3, strided=(SCALES,))
+        self._send = Site(core, (*_FRESH, *_MADE[:METADATA], *_MADE[SLOTS:], _ROWS), 6, 10, strided=(SCALES,))
+        self._worst = Site(core, (*_FRESH, _ROWS), 7, 5, strided=(SCALES,))
+        self._again = Site(core, (_ROWS, _ROWS, _ROWS, _ROWS, *_MADE, _ROWS), 7, 8, strided=(SCALES,))
+        self._combine = Site(core, (_ROWS, _ROWS, _ROWS, _ROWS, _ROWS, *_MADE), 4, 4)
+
+    # ---- calls. They return the result of ElasticBuffer's method, or why there is none: nothing was launched then
+
+    def fresh(self, inputs: Inputs, kind: Kind) -> Dispatched | Missing | None:
+        """ElasticBuffer.dispatch without a handle."""
+        x = inputs[X]
+        if type(x) is not Tensor or x.dim() != 2 or not 0 <= x.shape[0] <= kind.shape.num_max:
+            return None
+        self._core.open_rows()
+        if kind.worst:
+            return self._worst_case(inputs, kind)
+        core, launch, token = self._core, self._core.take_launch_with_event(), 0
+        config = ctypes.addressof(kind.config)
+        try:
+            got = self._notify.run(launch, *inputs, *kind.scalars, kind.copies_topk, config, ends=False)
+            if type(got) is not tuple:
+                return Missing.of(got)
+            token, exchange, kept, *made = got
+            setattr(made[MATRIX - 1], EXCHANGE, exchange)
+            tokens, per_expert = self._wait_counts(token, kind.shape.num_local)
+            rows = sum(per_expert) if kind.shape.expand else tokens
+            metadata, *received = self._deliver(inputs, kind, launch, made, tokens, rows, token, exchange)
+        except BaseException as error:
+            self._cancel(launch, token, error)
+            if launch is not None:
+                launch.left = True
+            raise
+        if launch is not None:
+            core.idle.append(launch)
+        made.insert(METADATA, metadata)
+        return self._dispatched(inputs, kind, kept, made, rows, per_expert, received)
+
+    def _deliver(
+        self,
+        inputs: Inputs,
+        kind: Kind,
+        launch: Launch | None,
+        made: list[Tensor],
+        tokens: int,
+        rows: int,
+        token: int,
+        exchange: int,
+    ) -> tuple[Any, ...]:
+        """The second step: recv_src_metadata, recv_x, its scales, topk_idx, topk_weights."""
+        given, segment, offset = self._mode.rows_for(inputs[X], rows)
+        config = ctypes.addressof(kind.config)
+        for _ in range(3):
+            got = self._send.run(
+                launch, *inputs, *made, given, *kind.scalars, tokens, rows, token, exchange, segment, offset,
+                scale_column(rows), config, begun=True,
+            )  # fmt: skip
+            if type(got) is tuple:
+                return got[0], given if got[1] is None else got[1], *got[2:]
+            if got is not None:
+                self._add_send(got, inputs, kind, made, given)
+                continue
+            _torch.like(inputs[X], max(1, rows), inputs[X].shape[1])  # torch's own error, where memory is short
+        raise errors.DeepEPError(errors.INTERNAL, "the compiled face does not take the second step of a dispatch")
+
+    def _worst_case(self, inputs: Inputs, kind: Kind) -> Dispatched | Missing | None:
+        rows = kind.shape.worst_rows()
+        given, segment, offset = self._mode.rows_for(inputs[X], rows)
+        launch = self._core.take_launch_with_event()
+        try:
+            got = self._worst.run(
+                launch, *inputs, given, *kind.scalars, kind.copies_topk, segment, offset, ctypes.addressof(kind.config)
+            )
+        except errors.DeepEPError as error:
+            self._cancel(launch, _face.begun(error), error)
+            raise
+        if type(got) is not tuple:
+            return Missing.of(got, given)
+        _, exchange, kept, *made = got[: 3 + len(_MADE)]
+        recv_x, *others = got[3 + len(_MADE) :]
+        setattr(made[MATRIX], EXCHANGE, exchange)
+        recv_x = given if recv_x is None else recv_x
+        return self._dispatched(inputs, kind, kept, made, rows, [], [recv_x, *others])
+
+    def _dispatched(
+        self,
+        inputs: Inputs,
+        kind: Kind,
+        kept: OptionalTensor,
+        made: Sequence[Tensor],
+        rows: int,
+        per_expert: list[int],
+        received: list[Any],
+    ) -> Dispatched:
+        shape = kind.shape
+        if kept is not None:
+            kept.copy_(inputs[IDX])
+        handle = EPHandle(
+            shape.expand, shape.num_experts, shape.alignment, shape.num_max, kind.num_sms,
+            inputs[IDX] if kept is None else kept, rows, rows, per_expert, *made,
+        )  # fmt: skip
+        return self._received(handle, kind.columns, rows, *received)
+
+    @staticmethod
+    def _received(
+        handle: EPHandle, columns: bool, rows: int, x: Tensor, scales: Any, idx: Any, weights: Any
+    ) -> Dispatched:
+        if scales is not None and columns:
+            scales = scales.t()[:rows]
+        return x if scales is None else (x, scales), idx, weights, handle, no_event()
+
+    def again(
+        self, x: Any, scales: OptionalTensor, topk_weights: OptionalTensor, handle: EPHandle, kind: Kind
+    ) -> Dispatched | Missing | None:
+        """ElasticBuffer.dispatch with a handle."""
+        if type(x) is not Tensor or x.dim() != 2 or type(handle.recv_src_metadata) is not Tensor:
+            return None
+        expand = kind.shape.expand
+        rows = handle.num_recv_tokens if expand or not handle.do_expand else handle.recv_src_metadata.shape[0]
+        if type(rows) is not int or not 0 <= rows < 2**31:
+            return None
+        given, segment, offset = self._mode.rows_for(x, rows)
+        got = self._again.run(
+            self._core.take_launch_with_event(), x, scales, topk_weights, handle.topk_idx, *library_tensors(handle),
+            given, handle.do_expand, *kind.scalars, rows, getattr(handle.token_metadata_at_forward, EXCHANGE, 0),
+            segment, offset, scale_column(rows), ctypes.addressof(kind.config),
+        )  # fmt: skip
+        if type(got) is not tuple:
+            return Missing.of(got, given)
+        recv_x: Any = given if got[0] is None else got[0]
+        return self._received(handle, kind.columns, rows, recv_x, *got[1:])
+
+    def combine(self, x: Any, handle: EPHandle, topk_weights: Any, bias: Any, config: Any) -> Combined | Missing | None:
+        """ElasticBuffer.combine."""
+        first, second = bias if type(bias) is tuple and len(bias) == 2 else (bias, None)
+        got = self._combine.run(
+            self._core.take_launch_with_event(), x, topk_weights, first, second, handle.topk_idx,
+            *library_tensors(handle), handle.do_expand, handle.num_experts, handle.num_max_tokens_per_rank,
+            handle.expert_alignment, getattr(handle.token_metadata_at_forward, EXCHANGE, 0), ctypes.addressof(config),
+        )  # fmt: skip
+        return (*got, no_event()) if type(got) is tuple else Missing.of(got)
+
+    # ---- their parts
+
+    def _cancel(self, launch: Launch | None, token: int, error: BaseException) -> None:
+        """Tells the peers of a dispatch that ended after its exchange of counts (`token`; 0: not begun)."""
+        if not token:
+            return
+        order = Ordering(self._core, None, False, False)
+        if launch is not None:
+            order.launch = launch
+        order.cancel(token, error)
+
+    def _wait_counts(self, token: int, num_local_experts: int) -> tuple[int, list[int]]:
+        native = self._core.native
+        if not self._core.host_stream:
+            handle = native._as_parameter_.value or 0
+            got = self._poll(self._wait_address, handle, token, num_local_experts, POLL_NS)
+            if type(got) is tuple:
+                return got
+            if got != errors.PENDING:
+                raise native.during_wait(native.lib.error(got))
+        return native.wait_counts(token, num_local_experts)
+
+    # ---- plans, from a call of their kind that has passed every check
+
+    def add_fresh(self, missing: Missing, inputs: Inputs, kind: Kind) -> None:
+        """The first step of a dispatch, or both where outputs have room for any routing."""
+        if kind.worst:
+            self._add_worst(missing.key, inputs, kind, missing.recv_x)
+        else:
+            self._add_notify(missing.key, inputs, kind)
+
+    def _add_notify(self, key: bytes, inputs: Inputs, kind: Kind) -> None:
+        """Results: token, exchange, the copy of topk_idx, library_tensors of the handle without recv_src_metadata."""
+        core, p = self._core, self._start(inputs)
+        self._copy_of_indices(p, inputs, kind)
+        made = self._make(p, inputs, kind, None)
+        handle = self._handle(p, inputs[IDX], kind.shape, address(IDX), made, size(X, 0))
+        notify = self._notify_args(p, inputs, kind, handle)
+        token = p.struct(ctypes.c_uint64())
+        call = _face.call_struct(core, p, number(0), number(1), number(2))
+        p.call(self._lib.deepep_notify_counts, notify, call, token)
+        p.read(token)
+        p.read(handle + _abi.Handle.exchange.offset)
+        self._notify.add(key, p)
+
+    def _add_send(self, key: bytes, inputs: Inputs, kind: Kind, made: Sequence[Tensor], recv_x: OptionalTensor) -> None:
+        """The rows, once the counts are known; results: recv_src_metadata, and what is received."""
+        core, p = self._core, self._start(inputs)
+        tokens, rows, token, exchange, segment, offset, column, config, stream_of, event = map(number, range(10))
+        metadata = p.output(INT32, tokens, constant(kind.shape.num_topk + 2))
+        first = STATS + 1
+        given = [address(first + i) for i in range(len(made))]
+        p.same(size(first + SLOTS - 1, 0), size(X, 0))
+        p.same(size(first + HEAD - 1, 0), size(X, 0))
+        sources = [*given[:METADATA], metadata, *given[METADATA:]]
+        expanded = rows if kind.shape.expand else constant(0)
+        handle = self._handle(p, inputs[IDX], kind.shape, address(IDX), sources, size(X, 0), tokens, expanded, exchange)
+        place = first + len(made)
+        args = self._dispatch_args(p, inputs[:SCALES + 1], inputs[WEIGHTS], WEIGHTS, inputs[IDX], kind, rows, handle,
+                                   recv_x, place, segment, offset, column)  # fmt: skip
+        p.write(args, _abi.DispatchArgs, "token", token)
+        p.call(self._lib.deepep_dispatch, args, _face.call_struct(core, p, config, stream_of, event))
+        self._send.add(key, p)
+
+    def _add_worst(self, key: bytes, inputs: Inputs, kind: Kind, recv_x: OptionalTensor) -> None:
+        """Results: token, exchange, the copy of topk_idx, library_tensors of the handle, what is received."""
+        core, p, shape = self._core, self._start(inputs), kind.shape
+        segment, offset, config, stream_of, event = map(number, range(5))
+        rows, tokens = constant(shape.worst_rows()), constant(shape.bound())
+        self._copy_of_indices(p, inputs, kind)
+        made = self._make(p, inputs, kind, tokens)
+        expanded = rows if shape.expand else constant(0)
+        handle = self._handle(p, inputs[IDX], shape, address(IDX), made, size(X, 0), tokens, expanded)
+        notify = self._notify_args(p, inputs, kind, handle)
+        column = constant(scale_column(shape.worst_rows()))
+        args = self._dispatch_args(p, inputs[:SCALES + 1], inputs[WEIGHTS], WEIGHTS, inputs[IDX], kind, rows, handle,
+                                   recv_x, STATS + 1, segment, offset, column)  # fmt: skip
+        call = _face.call_struct(core, p, config, stream_of, event)
+        token = args + _abi.DispatchArgs.token.offset  # the one call writes it where the other reads it
+        p.call(self._lib.deepep_notify_counts, notify, call, token)
+        p.call(self._lib.deepep_dispatch, args, call)
+        p.read(token)
+        p.read(handle + _abi.Handle.exchange.offset)
+        self._worst.add(key, p)
+
+    def add_again(
+        self,
+        missing: Missing,
+        x: Tensor,
+        scales: OptionalTensor,
+        topk_weights: OptionalTensor,
+        handle: EPHandle,
+        kind: Kind,
+    ) -> None:
+        """Results: what is received."""
+        core, p = self._core, Program(self._core.device)
+        rows, exchange, segment, offset, column, config, stream_of, event = map(number, range(8))
+        idx, first = 3, 4
+        for place in (SCALES, 2, idx, first + SLOTS, first + HEAD):
+            if place not in (SCALES, 2) or (scales, topk_weights)[place - 1] is not None:
+                p.same(size(place, 0), size(X, 0))
+        expand = kind.shape.expand
+        arrived, expanded = (size(first + METADATA, 0), rows) if expand else (rows, constant(0))
+        made = [address(first + i) for i in range(len(_MADE))]
+        native = self._handle(p, handle.topk_idx, kind.shape, address(idx), made, size(idx, 0), arrived, expanded,
+                              exchange)  # fmt: skip
+        args = self._dispatch_args(p, (x, scales), topk_weights, 2, handle.topk_idx, kind, rows, native,
+                                   missing.recv_x, first + len(_MADE), segment, offset, column)  # fmt: skip
+        p.write(args, _abi.DispatchArgs, "cached", constant(1))
+        p.call(self._lib.deepep_dispatch, args, _face.call_struct(core, p, config, stream_of, event))
+        self._again.add(missing.key, p)
+
+    def add_combine(
+        self,
+        missing: Missing,
+        x: Tensor,
+        handle: EPHandle,
+        topk_weights: OptionalTensor,
+        biases: Sequence[OptionalTensor],
+    ) -> None:
+        """Results: combined_x and combined_topk_weights."""
+        core, p = self._core, Program(self._core.device)
+        num_topk, hidden, expand = int(handle.topk_idx.shape[1]), int(x.shape[1]), bool(handle.do_expand)
+        idx, first = 4, 5
+        rows, tokens, arrived = size(0, 0), size(idx, 0), size(first + METADATA, 0)
+        for place in (first + SLOTS, first + HEAD):
+            p.same(size(place, 0), tokens)
+        if not expand:
+            p.same(rows, arrived)
+        if topk_weights is not None:
+            p.same(size(1, 0), rows)
+        for place, bias in enumerate(biases, start=2):
+            if bias is not None:
+                p.same(size(place, 0), tokens)
+        combined = p.output(BF16, tokens, constant(hidden))
+        weights = p.none() if topk_weights is None else p.output(FLOAT32, tokens, constant(num_topk))
+        shape = Shape(
+            num_topk, handle.num_experts, handle.expert_alignment, handle.num_max_tokens_per_rank, expand,
+            core.group_size,
+        )  # fmt: skip
+        made = [address(first + i) for i in range(len(_MADE))]
+        native = self._handle(p, handle.topk_idx, shape, address(idx), made, tokens, arrived,
+                              rows if expand else constant(0), number(0))  # fmt: skip
+        args = _abi.sized(
+            _abi.CombineArgs, num_topk=0 if topk_weights is None else num_topk, hidden=hidden, x_segment=-1,
+            unreduced=self._mode.apart(expand),
+        )  # fmt: skip
+        place = p.struct(
+            args, x=address(0), topk_weights=address(1), handle=p.blob(native), combined_x=combined,
+            combined_topk_weights=weights, num_x_rows=rows if expand else constant(0),
+        )  # fmt: skip
+        bias_at = place + _abi.CombineArgs.bias.offset
+        p.write_at(bias_at, address(2))
+        p.write_at(bias_at + 8, address(3))
+        p.call(self._lib.deepep_combine, place, _face.call_struct(core, p, number(1), number(2), number(3)))
+        self._combine.add(missing.key, p)
+
+    # ---- parts of plans
+
+    def _start(self, inputs: Inputs) -> Program:
+        """A plan whose tensors have as many rows as x."""
+        p = Program(self._core.device)
+        for place in (SCALES, IDX, WEIGHTS):
+            if inputs[place] is not None:
+                p.same(size(place, 0), size(X, 0))
+        return p
+
+    def _copy_of_indices(self, p: Program, inputs: Inputs, kind: Kind) -> None:
+        if kind.copies_topk:
+            p.output(inputs[IDX].dtype, size(X, 0), constant(kind.shape.num_topk))
+        else:
+            p.none()
+
+    def _make(self, p: Program, inputs: Inputs, kind: Kind, tokens: Source | None) -> list[Source]:
+        """The outputs for a handle, as library_tensors; without `tokens`, the rows of recv_src_metadata, not that."""
+        shape, ranks = kind.shape, constant(self._core.group_size)
+        local = constant(shape.num_local)
+        made = [p.output(INT32, constant(self._mode.num_scaleup())), p.output(INT32, local), p.output(INT32, local)]
+        if tokens is None:
+            made.append(constant(0))
+        else:
+            made.append(p.output(INT32, tokens, constant(shape.num_topk + 2)))
+        made.append(p.output(INT32, size(X, 0), constant(shape.num_topk)))
+        return [*made, p.output(INT32, ranks, ranks), p.output(INT32, size(X, 0), ranks)]
+
+    def _handle(
+        self,
+        p: Program,
+        topk_idx: Tensor,
+        shape: Shape,
+        indices: Source,
+        made: Sequence[Source],
+        tokens: Source,
+        arrived: Source = (0, 0, 0),
+        expanded: Source = (0, 0, 0),
+        exchange: Source = (0, 0, 0),
+    ) -> int:
+        """deepep_handle; `made`: where library_tensors are."""
+        fixed = _abi.sized(
+            _abi.Handle, magic=_abi.HANDLE_MAGIC, version=_abi.HANDLE_VERSION, num_ranks=self._core.group_size,
+            routing=_abi.ROUTING_EXPANDED if shape.expand else _abi.ROUTING_PLAIN, num_topk=shape.num_topk,
+            num_experts=shape.num_experts, index_type=INDEX_TYPES[topk_idx.dtype], num_max_tokens=shape.num_max,
+            expert_alignment=shape.alignment,
+        )  # fmt: skip
+        return p.struct(
+            fixed, num_tokens=tokens, num_recv_tokens=arrived, num_expanded_tokens=expanded, exchange=exchange,
+            topk_idx=indices, **dict(zip(_FIELDS, made, strict=True)),
+        )  # fmt: skip
+
+    def _notify_args(self, p: Program, inputs: Inputs, kind: Kind, handle: int) -> int:
+        shape, (x, scales, idx, *_) = kind.shape, inputs
+        x_type, hidden = _torch.items(x)
+        expanded = shape.worst_rows() if kind.worst and shape.expand else 0
+        fixed = _abi.sized(
+            _abi.Notify, num_topk=shape.num_topk, num_experts=shape.num_experts, expert_alignment=shape.alignment,
+            num_worst_tokens=shape.bound() if kind.worst else 0, x_type=x_type,
+            num_scales=0 if scales is None else scales.shape[1], hidden=hidden,
+            routing=_abi.ROUTING_EXPANDED if shape.expand else _abi.ROUTING_PLAIN, index_type=INDEX_TYPES[idx.dtype],
+            num_max_tokens=shape.num_max, num_worst_expanded=expanded, num_scaleup_ranks=self._mode.num_scaleup(),
+        )  # fmt: skip
+        return p.struct(
+            fixed, num_tokens=size(X, 0), handle=p.blob(handle), topk_idx=address(IDX),
+            cumulative_recv_stats=address(STATS),
+        )  # fmt: skip
+
+    def _dispatch_args(
+        self,
+        p: Program,
+        sent: tuple[Any, ...],
+        topk_weights: OptionalTensor,
+        weights_at: int,
+        topk_idx: Tensor,
+        kind: Kind,
+        rows: Source,
+        handle: int,
+        recv_x: OptionalTensor,
+        recv_at: int,
+        segment: Source,
+        offset: Source,
+        column: Source,
+    ) -> int:
+        """deepep_dispatch_args, and the outputs: recv_x unless it is given, its scales, topk_idx and topk_weights.
+
+        Args:
+            sent: x and its scales.
+            weights_at, recv_at: places of topk_weights and of the given recv_x among the tensors.
+            column: elements from one column of received scales to the next.
+        """
+        (x, scales), shape = sent, kind.shape
+        x_type, hidden = _torch.items(x)
+        args = _abi.sized(
+            _abi.DispatchArgs, x_type=x_type, hidden=hidden, index_type=INDEX_TYPES[topk_idx.dtype],
+            num_worst_tokens=shape.bound() if kind.worst else 0, do_zero_padding=int(kind.padding),
+        )  # fmt: skip
+        sources = {"num_tokens": size(X, 0), "x": address(X), "handle": p.blob(handle)}
+        sources |= {"recv_segment": segment, "recv_segment_offset": offset, "topk_weights": address(weights_at)}
+        if recv_x is None:
+            sources["recv_x"] = p.output(x.dtype, rows, constant(x.shape[1]))
+        else:
+            p.none()
+            p.same(size(recv_at, 0), rows)
+            sources["recv_x"] = address(recv_at)
+        if scales is None:
+            p.none()
+        else:
+            count = constant(scales.shape[1])
+            args.num_scales = scales.shape[1]
+            sources |= {"x_scales": address(SCALES), "scale_token_stride": stride(SCALES, 0)}
+            sources |= {"scale_stride": stride(SCALES, 1)}
+            sizes, strides = (
+                ((count, column), (constant(1), column)) if kind.columns else ((rows, count), (count, constant(1)))
+            )
+            sources["recv_x_scales"] = p.output(scales.dtype, *sizes)
+            sources |= {"recv_scale_token_stride": strides[0], "recv_scale_stride": strides[1]}
+        if shape.expand:
+            p.none()
+        else:
+            sources["recv_topk_idx"] = p.output(topk_idx.dtype, rows, constant(shape.num_topk))
+        if topk_weights is None:
+            p.none()
+        else:
+            choices = () if shape.expand else (constant(shape.num_topk),)
+            sources["recv_topk_weights"] = p.output(FLOAT32, rows, *choices)
+        return p.struct(args, **sources)
