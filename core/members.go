@@ -85,6 +85,11 @@ func (m *members) Publish(c engine.LastCall) {
 	m.g.link.watch.SetLastCall(health.LastCall{Op: c.Op, Number: c.Number, Phase: c.Phase, Buffer: c.Buffer})
 }
 
+func (m *members) Called(rank int) engine.LastCall {
+	c := m.g.link.watch.LastCallOf(rank)
+	return engine.LastCall{Op: c.Op, Number: c.Number, Phase: c.Phase, Buffer: c.Buffer}
+}
+
 func (m *members) Describe(rank int) string { return m.g.link.watch.Describe(rank) }
 
 func (m *members) Awaits(rank int) int { return m.g.link.channel.Awaits(rank) }

@@ -243,35 +243,30 @@ func (r *regrouping) propose(ctx context.Context, candidate *bootstrap.Candidate
 			alive = append(alive, old)
 		}
 	}
-	agree := func(got []bootstrap.Message) (err error) {
-		all, err = r.compare(&own, alive, got)
-		return err
+	all = make([]*proposal, r.g.size)
+	agree := func(old int, post []byte) error {
+		theirs := &proposal{}
+		if err := json.Unmarshal(post, theirs); err != nil {
+			return status.Errorf(status.Mismatch, "rank %d sent no proposal: %w", old, err)
+		}
+		if theirs.text() != own.text() {
+			return status.Errorf(status.Mismatch, "ranks disagree: rank %d has %s; rank %d has %s", r.g.rank, own.text(), old, theirs.text())
+		}
+		all[old] = theirs
+		return nil
 	}
 	channel := r.g.link.channel
 	got, err := channel.Gather(ctx, r.tag(), blob, alive, agree)
 	if err != nil {
 		return nil, nil, nil, err
 	}
-	held, stop = channel.WhileGathered(ctx, r.tag(), alive, got)
-	return all, held, stop, nil
-}
-
-// compare reads the proposals, by old rank; nil for one that takes no part.
-func (r *regrouping) compare(own *proposal, alive []int, got []bootstrap.Message) ([]*proposal, error) {
-	all := make([]*proposal, r.g.size)
 	for _, old := range alive {
 		if got[old].Lost {
-			continue
-		}
-		all[old] = &proposal{}
-		if err := json.Unmarshal(got[old].Blob, all[old]); err != nil {
-			return nil, status.Errorf(status.Mismatch, "rank %d sent no proposal: %w", old, err)
-		}
-		if all[old].text() != own.text() {
-			return nil, status.Errorf(status.Mismatch, "ranks disagree: rank %d has %s; rank %d has %s", r.g.rank, own.text(), old, all[old].text())
+			all[old] = nil
 		}
 	}
-	return all, nil
+	held, stop = channel.WhileGathered(ctx, r.tag(), alive, got)
+	return all, held, stop, nil
 }
 
 func (r *regrouping) tag() string { return "regroup/" + r.b.key }

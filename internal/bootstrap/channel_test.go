@@ -133,7 +133,55 @@ func TestExchangeSparesRanksThatWait(t *testing.T) {
 	for range 2 {
 		wantError(t, <-errs, status.Timeout, "nothing from rank 1 (host ")
 	}
-	proctest.Eventually(t, proctest.Limit, "ranks 2 and 3 say that they wait no more", func() bool { return channels[0].Awaits(2) < 0 && channels[0].Awaits(3) < 0 })
+	for _, r := range []int{2, 3} {
+		if _, err := channels[r].ExchangeAmong(proctest.Context(t), "third", nil, []int{r}, false); err != nil {
+			t.Fatal(err)
+		}
+	}
+	proctest.Eventually(t, proctest.Limit, "ranks 2 and 3 go on, and wait no more", func() bool { return channels[0].Awaits(2) < 0 && channels[0].Awaits(3) < 0 })
+}
+
+// Rank 0 does not come. Rank 1 waits for it, and its deadline is a moment before that of rank 2, which waits for both.
+func TestExchangeSparesARankThatHasGivenUp(t *testing.T) {
+	channels := open(t, 3, nil)
+	over, end := context.WithCancelCause(context.Background())
+	end(context.DeadlineExceeded)
+	_, err := channels[1].Exchange(over, "first", nil, nil)
+	wantError(t, err, status.Timeout, "nothing from rank 0 (host ")
+	for limit := time.Now().Add(2 * time.Second); time.Now().Before(limit) && channels[2].Awaits(1) != 0; {
+		time.Sleep(time.Millisecond)
+	}
+	_, err = channels[2].Exchange(over, "second", nil, nil)
+	wantError(t, err, status.Timeout, "nothing from rank 0 (host ", "(rank 1 waits too)")
+	if _, err := channels[0].ExchangeAmong(proctest.Context(t), "second", nil, []int{0}, false); err != nil {
+		t.Fatal(err)
+	}
+	proctest.Eventually(t, proctest.Limit, "rank 0's message", func() bool {
+		channels[2].mu.Lock()
+		defer channels[2].mu.Unlock()
+		return channels[2].boxes[boxKey{0, "second"}] == nil // it was dropped
+	})
+}
+
+// Rank 0 dies when it has sent its message to rank 2 and not to rank 1, which gives up and keeps its channel: rank 2
+// does not wait for rank 1 until its own deadline.
+func TestExchangeWithARankWhoseMessageCameBeforeItDied(t *testing.T) {
+	channels := open(t, 3, nil)
+	if _, err := channels[0].ExchangeAmong(proctest.Context(t), "shapes", nil, []int{0}, false); err != nil {
+		t.Fatal(err)
+	}
+	proctest.Eventually(t, proctest.Limit, "rank 0's message", func() bool {
+		channels[2].mu.Lock()
+		defer channels[2].mu.Unlock()
+		return channels[2].boxes[boxKey{0, "shapes"}] != nil
+	})
+	for _, c := range channels[1:] {
+		c.update(0, func(s *PeerState) { s.Ended = true }, c.endedError(0))
+	}
+	ctx, cancel := context.WithTimeout(context.Background(), proctest.Limit)
+	defer cancel()
+	_, err := channels[2].Exchange(ctx, "shapes", nil, nil)
+	wantError(t, err, status.PeerDead, `exchange "shapes": rank 0 (host `, "its process has ended")
 }
 
 // Rank 3 alone is missing, because it waits for rank 1 elsewhere, whose message here has come: the error names rank 1 last.

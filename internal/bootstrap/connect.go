@@ -139,6 +139,7 @@ func (n *connector) await(ctx context.Context) error {
 		}
 		n.c.mu.Lock()
 		names, others := n.c.late(missing)
+		wait.giveUp(ctx, missing)
 		n.c.mu.Unlock()
 		return ctxError(ctx, fmt.Sprintf("connecting: %s not joined after %.1f s%s", names, time.Since(wait.began).Seconds(), others))
 	}

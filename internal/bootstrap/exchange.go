@@ -157,15 +157,29 @@ func closedError(tag string) error {
 	return status.Errorf(status.InvalidState, "exchange %q: this rank's channel is closed", tag)
 }
 
-// collect fills got as messages arrive.
+// collect fills got as messages arrive. A rank that has died, or with which a connection has broken, may have sent its
+// message to some of the others only: those that lack it have given up, and those that have it would wait for them. So
+// a failure among the members ends it too. A rank that left in good order has sent everything to all.
 func (c *Channel) collect(ctx context.Context, tag string, got []*Message, lossOK bool) error {
 	wait := c.beginWait()
 	defer wait.end()
+	strangers := make([]bool, len(got))
+	for rank := range got {
+		strangers[rank] = got[rank] != nil
+	}
+	doomed := func(rank int) bool {
+		s := c.state[rank]
+		return !strangers[rank] && !s.Left && !(lossOK && s.Ended)
+	}
 	for {
 		c.mu.Lock()
 		missing, err := c.claim(tag, got, lossOK)
+		if failed := c.firstFailure(doomed); err == nil && len(missing) > 0 && wait.hopeless(failed) {
+			err = fmt.Errorf("exchange %q: %w", tag, failed)
+		}
 		if err == nil && len(missing) > 0 && ctx.Err() != nil {
 			err = c.lateError(ctx, tag, missing, time.Since(wait.began))
+			wait.giveUp(ctx, missing)
 		}
 		if err != nil {
 			c.abandon(tag, missing)
@@ -248,6 +262,7 @@ func (c *Channel) deliver(f *frame) error {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	k := boxKey{f.rank, f.tag}
+	c.goesOn(f.rank)
 	if c.closed || c.failed[f.rank] != nil || c.skipped(k) {
 		closeFDs(f.fds)
 		return nil

@@ -16,9 +16,6 @@ import (
 // maxPosts bounds the tags under which a rank may post.
 const maxPosts = 64
 
-// hopelessTime is how long a gathering with a member that has failed still waits for the others, so that all fail alike.
-const hopelessTime = time.Second
-
 // post is what a rank posts under a tag.
 type post struct {
 	number uint64 // of the newest one
@@ -26,7 +23,13 @@ type post struct {
 	dead   uint64 // posts up to this number were part of a gathering that has failed
 	killed error  // of this rank's own: a member whose gathering had seen it has failed
 	view   view   // which posts the rank has gathered, as it says
+	beside beside // which of this rank's posts it has seen while its own stood
+	// Of this rank's own: whose posts it waits for.
+	members []int
 }
+
+// beside are two posts that stood at the same time, by their numbers.
+type beside struct{ theirs, mine uint64 }
 
 // view is which posts a rank has gathered: their numbers by rank. A rank whose process has ended has none, also where
 // one of the others already left it out of its members.
@@ -37,6 +40,7 @@ const (
 	postStands = 1
 	postEnds   = 2
 	postView   = 3
+	postSeen   = 4 // by the receiver: the number of the sender's post, which stands, and that of the receiver's follow
 )
 
 // withdrawal ends the sender's post, and kills those that it has seen.
@@ -81,6 +85,8 @@ func (c *Channel) posted(f *frame) error {
 	switch {
 	case len(f.blob) >= 9 && f.blob[0] == postStands:
 		p.number, p.blob = binary.LittleEndian.Uint64(f.blob[1:]), f.blob[9:]
+		c.goesOn(f.rank)
+		c.acknowledge(f.rank, f.tag)
 	case len(f.blob) >= 1 && f.blob[0] == postEnds:
 		var w withdrawal
 		if err := json.Unmarshal(f.blob[1:], &w); err != nil {
@@ -91,6 +97,8 @@ func (c *Channel) posted(f *frame) error {
 			cause := decodeRefusal(w.Reason)
 			own.killed = status.Errorf(status.CodeOf(cause), "%s has given up: %w", c.peers[f.rank], cause)
 		}
+	case len(f.blob) == 17 && f.blob[0] == postSeen:
+		p.beside = beside{binary.LittleEndian.Uint64(f.blob[1:]), binary.LittleEndian.Uint64(f.blob[9:])}
 	case len(f.blob) >= 1 && f.blob[0] == postView:
 		p.view = nil
 		if err := json.Unmarshal(f.blob[1:], &p.view); err != nil {
@@ -122,8 +130,9 @@ func (c *Channel) Withdraw(tag string, why error) {
 // Gather posts a blob, and waits until each of the members has posted one or its process has ended, which its message
 // says. Unlike an Exchange it needs no common count of calls: a rank that gives up (Withdraw) ends its post and those
 // that it has seen, upon which their ranks fail too; newer ones count on. It returns once all have gathered the same
-// posts. agree is given the posts, and its error is Gather's. After an error Gather has withdrawn.
-func (c *Channel) Gather(ctx context.Context, tag string, blob []byte, members []int, agree func([]Message) error) ([]Message, error) {
+// posts. agree is given each rank's post, and its error is Gather's if that rank has seen this one's post while its own
+// stood; else the post may be one that the rank is about to withdraw. After an error Gather has withdrawn.
+func (c *Channel) Gather(ctx context.Context, tag string, blob []byte, members []int, agree func(rank int, post []byte) error) ([]Message, error) {
 	if err := checkMessage(tag, blob, nil); err != nil {
 		return nil, err
 	}
@@ -134,32 +143,27 @@ func (c *Channel) Gather(ctx context.Context, tag string, blob []byte, members [
 	return got, err
 }
 
-func (c *Channel) gather(ctx context.Context, tag string, blob []byte, members []int, agree func([]Message) error) ([]Message, error) {
-	if err := c.stand(tag, blob); err != nil {
+func (c *Channel) gather(ctx context.Context, tag string, blob []byte, members []int, agree func(int, []byte) error) ([]Message, error) {
+	if err := c.stand(tag, blob, members); err != nil {
 		return nil, err
 	}
 	wait := c.beginWait()
 	defer wait.end()
-	var hopeless time.Time // since then
 	for {
 		c.mu.Lock()
 		got, missing, err := c.gathered(tag, members)
 		changed := c.changed
 		if err == nil && len(missing) == 0 {
-			if err = agree(got); err == nil {
+			if missing, err = c.disagreeing(tag, members, got, agree); err == nil && len(missing) == 0 {
 				missing, err = c.compareViews(tag, members, got)
 			}
 		}
-		if failed := c.failedMember(members); err == nil && len(missing) > 0 && failed != nil {
-			if hopeless.IsZero() {
-				hopeless = time.Now()
-			}
-			if time.Since(hopeless) > hopelessTime {
-				err = failed
-			}
+		if failed := c.failedMember(members); err == nil && len(missing) > 0 && wait.hopeless(failed) {
+			err = failed
 		}
 		if err == nil && len(missing) > 0 && ctx.Err() != nil {
 			err = c.lateError(ctx, tag, missing, time.Since(wait.began))
+			wait.giveUp(ctx, missing)
 		}
 		c.mu.Unlock()
 		if err != nil || len(missing) == 0 {
@@ -167,6 +171,37 @@ func (c *Channel) gather(ctx context.Context, tag string, blob []byte, members [
 		}
 		wait.until(ctx, missing, changed)
 	}
+}
+
+// disagreeing returns the error of agree for a post that stands beside this rank's, and the ranks whose posts do not
+// agree and may be about to be withdrawn: a rank may have given up before this one began. Needs c.mu.
+func (c *Channel) disagreeing(tag string, members []int, got []Message, agree func(int, []byte) error) (unsure []int, err error) {
+	for _, rank := range members {
+		if got[rank].Lost {
+			continue
+		}
+		if err := agree(rank, got[rank].Blob); err != nil {
+			if p := c.posts[boxKey{rank, tag}]; rank == c.rank || p.beside == (beside{p.number, c.posts[boxKey{c.rank, tag}].number}) {
+				return nil, err
+			}
+			unsure = append(unsure, rank)
+		}
+	}
+	return unsure, nil
+}
+
+// acknowledge tells a rank that its post and this rank's stand at the same time, if they do and this rank's gathering is
+// not bound to fail. Needs c.mu.
+func (c *Channel) acknowledge(rank int, tag string) {
+	own, theirs, l := c.posts[boxKey{c.rank, tag}], c.posts[boxKey{rank, tag}], c.links[rank]
+	if own == nil || own.blob == nil || own.killed != nil || own.number <= own.dead || c.failedMember(own.members) != nil {
+		return
+	}
+	if l == nil || theirs == nil || theirs.blob == nil || theirs.number <= theirs.dead {
+		return
+	}
+	blob := binary.LittleEndian.AppendUint64(binary.LittleEndian.AppendUint64([]byte{postSeen}, own.number), theirs.number)
+	l.queue(&outgoing{frame: frame{kind: kindPost, rank: c.rank, nonce: c.nonce, tag: tag, blob: blob}})
 }
 
 // compareViews tells the others which posts this rank has gathered, and returns those who have not gathered the same. A
@@ -198,7 +233,7 @@ func (c *Channel) compareViews(tag string, members []int, got []Message) (differ
 }
 
 // stand makes and sends this rank's post.
-func (c *Channel) stand(tag string, blob []byte) error {
+func (c *Channel) stand(tag string, blob []byte, members []int) error {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	own, err := c.postOf(c.rank, tag)
@@ -206,8 +241,16 @@ func (c *Channel) stand(tag string, blob []byte) error {
 		return err
 	}
 	own.number++
-	own.blob, own.killed, own.view = append([]byte{}, blob...), nil, nil
-	return c.sendPost(tag, append(binary.LittleEndian.AppendUint64([]byte{postStands}, own.number), blob...))
+	own.blob, own.killed, own.view, own.members = append([]byte{}, blob...), nil, nil, members
+	if err := c.sendPost(tag, append(binary.LittleEndian.AppendUint64([]byte{postStands}, own.number), blob...)); err != nil {
+		return err
+	}
+	for rank := range c.peers {
+		if rank != c.rank {
+			c.acknowledge(rank, tag)
+		}
+	}
+	return nil
 }
 
 // failedMember is the first failure of a member whose process lives: the gathering cannot succeed. Needs c.mu.

@@ -1,12 +1,76 @@
 package bootstrap
 
 import (
+	"encoding/json"
 	"errors"
 	"fmt"
 	"testing"
 
+	"github.com/deepep-go/deepep/internal/status"
 	"github.com/deepep-go/deepep/internal/testutil/proctest"
 )
+
+func anything(int, []byte) error { return nil }
+
+// Rank 1 has given up a gathering of before, and the word of that reaches rank 0 only after it has come to the next one:
+// a post whose withdrawal is under way is no disagreement.
+func TestGatherBesideAPostOfBefore(t *testing.T) {
+	channels := open(t, 2, nil)
+	both, met := []int{0, 1}, make(chan struct{})
+	agree := func(_ int, post []byte) error {
+		if string(post) == "now" {
+			return nil
+		}
+		select {
+		case <-met:
+		default:
+			close(met)
+		}
+		return status.Errorf(status.Mismatch, "rank 1 posts %q", post)
+	}
+	other := channels[1]
+	if err := other.stand("meet", []byte("before"), both); err != nil {
+		t.Fatal(err)
+	}
+	other.mu.Lock()
+	line := other.links[0]
+	other.links[0] = nil
+	other.mu.Unlock()
+	other.Withdraw("meet", errors.New("no more"))
+	other.mu.Lock()
+	other.links[0] = line
+	other.mu.Unlock()
+	noErrors(t, each(2, func(r int) error {
+		if r == 1 {
+			<-met
+			word, _ := json.Marshal(withdrawal{Seen: map[int]uint64{1: 1}, Reason: encodeRefusal(errors.New("no more"))})
+			other.mu.Lock()
+			err := other.sendPost("meet", append([]byte{postEnds}, word...))
+			other.mu.Unlock()
+			if err != nil {
+				return err
+			}
+		}
+		_, err := channels[r].Gather(proctest.Context(t), "meet", []byte("now"), both, agree)
+		return err
+	}))
+}
+
+// Posts that stand beside each other and disagree fail the gathering on both ranks: one finds it, and tells the other.
+func TestGatherOfPostsThatDisagree(t *testing.T) {
+	channels := open(t, 2, nil)
+	for _, err := range each(2, func(r int) error {
+		_, err := channels[r].Gather(proctest.Context(t), "meet", []byte{byte(r)}, []int{0, 1}, func(rank int, post []byte) error {
+			if post[0] != byte(r) {
+				return status.Errorf(status.Mismatch, "rank %d posts %d", rank, post)
+			}
+			return nil
+		})
+		return err
+	}) {
+		wantError(t, err, status.Mismatch, " posts [")
+	}
+}
 
 // A rank dies as the others come to meet: one of them knows so already and does not count it, the other one finds out
 // on the way. Both gather the same posts.
@@ -19,7 +83,7 @@ func TestGatherWithARankThatOneKnowsToBeDead(t *testing.T) {
 	}
 	members := [][]int{{0, 1}, {0, 1, dead}}
 	noErrors(t, each(dead, func(r int) error {
-		got, err := channels[r].Gather(proctest.Context(t), "meet", []byte{byte(r)}, members[r], func([]Message) error { return nil })
+		got, err := channels[r].Gather(proctest.Context(t), "meet", []byte{byte(r)}, members[r], anything)
 		if err != nil {
 			return err
 		}

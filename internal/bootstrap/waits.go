@@ -8,6 +8,8 @@ import (
 	"slices"
 	"strings"
 	"time"
+
+	"github.com/deepep-go/deepep/internal/status"
 )
 
 const (
@@ -24,11 +26,40 @@ type waiting struct {
 	tick  *time.Ticker
 	began time.Time
 	told  bool
-	due   bool // the others are to be told
+	due   bool      // the others are to be told
+	lost  time.Time // when it was first known that a rank of the step has failed; zero: none has
 }
 
 func (c *Channel) beginWait() *waiting {
 	return &waiting{c: c, tick: time.NewTicker(tellEvery), began: time.Now()}
+}
+
+// hopelessTime is how long a step whose rank has failed, and which can thus succeed by luck alone, still waits for the
+// others, so that all come to the same end where that is a matter of messages that are under way.
+const hopelessTime = time.Second
+
+// hopeless reports whether a rank of the step has failed so long ago that the others will not come any more.
+func (w *waiting) hopeless(failed error) bool {
+	if failed == nil {
+		return false
+	}
+	if w.lost.IsZero() {
+		w.lost = time.Now()
+	}
+	return time.Since(w.lost) > hopelessTime
+}
+
+// giveUp tells the others, at the deadline of this wait, whom this rank has waited for: their deadlines come a moment
+// later, and it is not to blame for what it does not send any more. Needs c.mu.
+func (w *waiting) giveUp(ctx context.Context, missing []int) {
+	if !errors.Is(status.Cause(ctx), context.DeadlineExceeded) {
+		return
+	}
+	if w.told {
+		w.told = false
+		w.c.waits--
+	}
+	w.c.tellWait(w.c.toBlame(missing)[0], true)
 }
 
 // until waits for the missing ranks: for a change, the context's end, or the time to tell the others, whom the next call
@@ -41,7 +72,7 @@ func (w *waiting) until(ctx context.Context, missing []int, changed <-chan struc
 			w.told = true
 			w.c.waits++
 		}
-		w.c.tellWait(w.c.toBlame(missing)[0])
+		w.c.tellWait(w.c.toBlame(missing)[0], false)
 		w.c.mu.Unlock()
 	}
 	select {
@@ -60,16 +91,20 @@ func (w *waiting) end() {
 	w.c.mu.Lock()
 	defer w.c.mu.Unlock()
 	if w.c.waits--; w.c.waits == 0 {
-		w.c.tellWait(-1)
+		w.c.tellWait(-1, false)
 	}
 }
 
-// tellWait tells every connected rank that reads whom this rank waits for; -1: nobody. Needs c.mu.
-func (c *Channel) tellWait(rank int) {
+// tellWait tells every connected rank that reads whom this rank waits for, -1: nobody, or has waited for when it gave
+// up. Needs c.mu.
+func (c *Channel) tellWait(rank int, gaveUp bool) {
 	if c.closed {
 		return
 	}
-	blob := binary.LittleEndian.AppendUint32(nil, uint32(rank+1))
+	blob := append(binary.LittleEndian.AppendUint32(nil, uint32(rank+1)), 0)
+	if gaveUp {
+		blob[4] = 1
+	}
 	for _, l := range c.links {
 		if l != nil && l.hasRoom() {
 			l.queue(&outgoing{frame: frame{kind: kindWait, rank: c.rank, nonce: c.nonce, blob: blob}})
@@ -79,12 +114,12 @@ func (c *Channel) tellWait(rank int) {
 
 // heardWait handles a frame of kind kindWait.
 func (c *Channel) heardWait(f *frame) error {
-	if len(f.blob) != 4 || int64(binary.LittleEndian.Uint32(f.blob)) > int64(len(c.peers)) {
+	if len(f.blob) != 5 || int64(binary.LittleEndian.Uint32(f.blob)) > int64(len(c.peers)) {
 		return errors.New("a damaged word of a wait")
 	}
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	c.heard[f.rank] = heardWait{awaited: int(binary.LittleEndian.Uint32(f.blob)) - 1, at: time.Now()}
+	c.heard[f.rank] = heardWait{awaited: int(binary.LittleEndian.Uint32(f.blob)) - 1, at: time.Now(), gaveUp: f.blob[4] != 0}
 	return nil
 }
 
@@ -92,22 +127,35 @@ func (c *Channel) heardWait(f *frame) error {
 type heardWait struct {
 	awaited int
 	at      time.Time
+	gaveUp  bool // at its deadline: holds until the rank begins another step
 }
 
-// Awaits returns the rank that another one has said of late that it waits for, -1 for none.
-func (c *Channel) Awaits(rank int) int {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	if h := c.heard[rank]; time.Since(h.at) < waitHolds {
+// rank is whom the word names while it counts, else -1.
+func (h heardWait) rank() int {
+	if h.gaveUp || time.Since(h.at) < waitHolds {
 		return h.awaited
 	}
 	return -1
 }
 
+// goesOn forgets that a rank has given up: it sends again. Needs c.mu.
+func (c *Channel) goesOn(rank int) {
+	if c.heard[rank].gaveUp {
+		c.heard[rank] = heardWait{awaited: -1}
+	}
+}
+
+// Awaits returns the rank that another one has said of late that it waits for, or waited for when it gave up; -1 for
+// none.
+func (c *Channel) Awaits(rank int) int {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.heard[rank].rank()
+}
+
 // isWaiting reports whether a rank waits, here or in the channel that this one follows. Needs c.mu.
 func (c *Channel) isWaiting(rank int) bool {
-	h := c.heard[rank]
-	return h.awaited >= 0 && time.Since(h.at) < waitHolds || c.elder != nil && c.elder(rank)
+	return c.heard[rank].rank() >= 0 || c.elder != nil && c.elder(rank)
 }
 
 // toBlame are those of the missing ranks that do not wait themselves; all where each does. Needs c.mu.
@@ -127,14 +175,14 @@ func (c *Channel) endOfWaits(missing []int) int {
 	}
 	at := missing[0]
 	for range c.peers {
-		h := c.heard[at]
-		if h.awaited < 0 || time.Since(h.at) >= waitHolds {
+		next := c.heard[at].rank()
+		if next < 0 {
 			if at == missing[0] { // known from the channel that this one follows
 				return -1
 			}
 			return at
 		}
-		if at = h.awaited; at == c.rank {
+		if at = next; at == c.rank {
 			return -1
 		}
 	}
@@ -150,7 +198,11 @@ func (c *Channel) late(missing []int) (names, others string) {
 		text[i] = c.peers[rank].String()
 	}
 	if end := c.endOfWaits(missing); end >= 0 {
-		return strings.Join(text, ", "), ", which waits for " + c.peers[end].String()
+		waits := "waits"
+		if c.heard[missing[0]].gaveUp {
+			waits = "has waited"
+		}
+		return strings.Join(text, ", "), ", which " + waits + " for " + c.peers[end].String()
 	}
 	spared := slices.DeleteFunc(slices.Clone(missing), func(rank int) bool { return slices.Contains(blamed, rank) })
 	switch len(spared) {

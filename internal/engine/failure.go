@@ -150,7 +150,7 @@ func (b *Buffer) explainPeer(head string, code status.Code, f *abi.Failure) erro
 	}
 	peer := int(f.Peer)
 	if code == status.Timeout {
-		peer = b.blame(peer)
+		peer = b.blame(peer, f)
 	}
 	who := b.members.Describe(peer)
 	if peer == b.rank {
@@ -171,8 +171,12 @@ func (b *Buffer) explainPeer(head string, code status.Code, f *abi.Failure) erro
 }
 
 // blame follows "waits for rank r" in exchanges, which kernels do not see: a rank that waits there is late, but not to
-// blame.
-func (b *Buffer) blame(peer int) int {
+// blame. One that has made the failed call before it came to the exchange does not send for another reason: its network
+// delivers nothing, and whom it waits for in the exchange waits for it.
+func (b *Buffer) blame(peer int, f *abi.Failure) int {
+	if b.hasMade(peer, f) {
+		return peer
+	}
 	for range b.size {
 		next := b.members.Awaits(peer)
 		if next < 0 || next == b.rank {
@@ -181,6 +185,12 @@ func (b *Buffer) blame(peer int) int {
 		peer = next
 	}
 	return peer
+}
+
+// hasMade reports whether a rank has made the failed call.
+func (b *Buffer) hasMade(peer int, f *abi.Failure) bool {
+	last := b.members.Called(peer)
+	return last.Buffer == b.opt.ID && last.Op == f.Op && last.Number >= f.Call
 }
 
 func (b *Buffer) explainMismatch(head string, f *abi.Failure) error {

@@ -44,6 +44,8 @@ type Members interface {
 	Tell(tag string, word []byte) error
 	// Publish publishes this rank's newest call. It does not block.
 	Publish(LastCall)
+	// Called returns another rank's newest call, as far as this one knows.
+	Called(rank int) LastCall
 	// Describe names a rank for errors: "rank 2 (host h, pid 123, last call combine #9, heartbeat 0.1 s ago)".
 	Describe(rank int) string
 	// State returns a rank's state and how it was observed: "its process has ended".

@@ -33,6 +33,7 @@ func (*alone) Tell(string, []byte) error            { return nil }
 func (*alone) Describe(int) string                  { return "rank 0 (alone)" }
 func (*alone) State(int) (engine.PeerState, string) { return engine.PeerAlive, "" }
 func (*alone) Awaits(int) int                       { return -1 }
+func (*alone) Called(int) engine.LastCall           { return engine.LastCall{} }
 func (*alone) Exchange(_ context.Context, _ string, blob []byte, _ []int) ([]device.Message, error) {
 	return []device.Message{{Blob: append([]byte(nil), blob...)}}, nil
 }

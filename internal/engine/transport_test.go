@@ -21,7 +21,10 @@ type among struct {
 	elsewhere  int // a rank on another host; 0: none
 	lost       int // a rank that has died; 0: none
 	awaits     map[int]int
+	called     map[int]engine.LastCall
 }
+
+func (a *among) Called(rank int) engine.LastCall { return a.called[rank] }
 
 func (a *among) Awaits(rank int) int {
 	if awaited, waits := a.awaits[rank]; waits {

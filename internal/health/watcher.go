@@ -170,6 +170,15 @@ func (w *Watcher) Stalled(rank int) time.Duration {
 	return time.Since(p.beatAt)
 }
 
+// LastCallOf is another rank's newest call: of this machine's as it is, of others as the last heartbeat said.
+func (w *Watcher) LastCallOf(rank int) LastCall {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	p := &w.peers[rank]
+	w.look(p)
+	return p.seen.last
+}
+
 // Describe names a rank for errors: host, pid, last call and state.
 func (w *Watcher) Describe(rank int) string {
 	w.mu.Lock()
