@@ -494,6 +494,8 @@ type LLLayoutParams struct {
 	WireBytes         uint64    // [out] bytes of the wire region
 	ZeroCopyOffset    [2]uint64 // [out] from the start of the rdma region: combine's rows [L, R*B, H] BF16, by slot
 	ZeroCopyRowStride uint64    // [out] bytes from row to row
+	NumNVLPeers       int32     // of the team; 0: one node
+	Flags             uint32    // of the team: DK_TEAM_LL_TRANSPORT counts
 }
 
 // TeamCreateParams is dk_team_create_params.

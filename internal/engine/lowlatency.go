@@ -1,6 +1,8 @@
 package engine
 
 import (
+	"fmt"
+
 	"github.com/deepep-go/deepep/core/op"
 	"github.com/deepep-go/deepep/internal/abi"
 	"github.com/deepep-go/deepep/internal/kern"
@@ -185,7 +187,9 @@ func (b *Buffer) slot(numMaxTokens, hidden, experts int32) (*slotLayout, error) 
 			return s, nil
 		}
 	}
-	p := &abi.LLLayoutParams{NumRanks: int32(b.size), NumMaxTokens: numMaxTokens, Hidden: hidden, NumExperts: experts}
+	p := &abi.LLLayoutParams{
+		NumRanks: int32(b.size), NumMaxTokens: numMaxTokens, Hidden: hidden, NumExperts: experts, NumNVLPeers: int32(b.top.NodeSize()), Flags: b.teamFlags(),
+	}
 	if code := b.opt.Library.LLLayout(p); code != 0 {
 		return nil, kern.Error("dk_ll_layout", code, p.DeviceError)
 	}
@@ -194,13 +198,39 @@ func (b *Buffer) slot(numMaxTokens, hidden, experts int32) (*slotLayout, error) 
 		if err != nil {
 			return nil, err
 		}
+		size := fmt.Sprintf("get_low_latency_rdma_size_hint = %d", hint)
+		if needed := b.rdmaBytesFor(max(hint, p.RDMABytes), p.WireBytes); needed > hint {
+			size = fmt.Sprintf("num_rdma_bytes = %d", needed)
+		}
 		return nil, status.Errorf(status.InvalidArgument, "num_rdma_bytes = %d of the buffer is too small for "+
-			"num_max_dispatch_tokens_per_rank = %d, hidden = %d, num_experts = %d on %d ranks: make it with get_low_latency_rdma_size_hint = %d",
-			b.opt.RDMABytes, numMaxTokens, hidden, experts, b.size, hint)
+			"num_max_dispatch_tokens_per_rank = %d, hidden = %d, num_experts = %d on %d ranks: make it with %s",
+			b.opt.RDMABytes, numMaxTokens, hidden, experts, b.size, size)
 	}
 	copy(b.slots[1:], b.slots[:numShapes-1])
 	b.slots[0] = slotLayout{numMaxTokens, hidden, experts, p.ZeroCopyOffset, p.ZeroCopyRowStride}
 	return &b.slots[0], nil
+}
+
+// rdmaBytesFor is the smallest size of the rdma region, from least on, whose buffer has a wire region of so many bytes:
+// that region holds the headers of low latency, and grows with the rdma region.
+func (b *Buffer) rdmaBytesFor(least, wire uint64) uint64 {
+	enough := func(rdma uint64) bool {
+		p := b.blockSizes(0)
+		p.RDMABytes = rdma
+		return b.opt.Library.BlockSizes(p) != 0 || p.WireBytes >= wire
+	}
+	low, high := least, least // low-1 is not enough, high is
+	for high < 1<<60 && !enough(high) {
+		low, high = high+1, 2*high+1
+	}
+	for low < high {
+		if middle := low + (high-low)/2; enough(middle) {
+			high = middle
+		} else {
+			low = middle + 1
+		}
+	}
+	return high
 }
 
 func (b *Buffer) zeroCopy(l *slotLayout, slot uint64) uint64 {

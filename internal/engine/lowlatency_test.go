@@ -116,6 +116,11 @@ func TestZeroCopyAlternates(t *testing.T) {
 	if !errors.Is(err, status.ErrInvalidArgument) || !strings.Contains(err.Error(), "num_rdma_bytes = 65536") || !strings.Contains(err.Error(), "get_low_latency_rdma_size_hint") {
 		t.Errorf("a shape that does not fit: %v", err)
 	}
+	// The size hint is of the rows; with more headers than rows the error names the first size that has room for those.
+	_, _, err = r.NextCombineBuffer(2, 128, 256)
+	if !errors.Is(err, status.ErrInvalidArgument) || !strings.HasSuffix(err.Error(), "make it with num_rdma_bytes = 2097152") {
+		t.Errorf("headers that do not fit: %v", err)
+	}
 }
 
 // What the kernel library cannot do is refused before the call, by the argument's name, with the limit and whose it is.

@@ -608,6 +608,8 @@ typedef struct dk_ll_layout_params {
   uint64_t wire_bytes;           /* [out] bytes of the wire region */
   uint64_t zero_copy_offset[2];  /* [out] from the start of the rdma region: combine's rows [L, R*B, H] BF16, by slot */
   uint64_t zero_copy_row_stride; /* [out] bytes from row to row */
+  int32_t num_nvl_peers;         /* of the team; 0: one node */
+  uint32_t flags;                /* of the team: DK_TEAM_LL_TRANSPORT counts */
 } dk_ll_layout_params;
 /* Says where low-latency data of a shape lies in the rdma region. Pure. */
 int32_t dk_ll_layout(dk_ll_layout_params *p);

@@ -51,6 +51,11 @@ cudaError_t load_low_latency_kernels() {
 
 }  // namespace internode
 
+void internode_ll_layout(dk_ll_layout_params *p) {
+  const WireAreas needed(p->num_ranks, p->num_max_tokens, p->num_experts);
+  p->wire_bytes = ring_flags(p->num_ranks).bytes + kNumWireAreas * align_up<uint64_t>(needed.one, 128);
+}
+
 int32_t internode_mask(dk_mask_params *p, const MaskParams &params) {
   const OnDevice on(handle_of<Team>(p->team)->device);
   internode_mask_kernel<<<1, 128, 0, stream_of(p->stream)>>>(params);

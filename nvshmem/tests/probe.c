@@ -1,5 +1,6 @@
 /* probe.c - calls libdeepep_nvshmem.so and the test transport without a GPU and prints each result as "name: value".
  *   probe LIBRARY info|start [QPS DEPTH PEERS RANKS [FLAGS]]
+ *   probe LIBRARY layout RANKS PEERS TOKENS HIDDEN EXPERTS RDMA
  *   probe PLUGIN interface NUMBER */
 #include <dlfcn.h>
 #include <stdio.h>
@@ -68,6 +69,24 @@ static int start(char **numbers) {
   return 0;
 }
 
+/* Whether the wire region of a buffer holds low-latency calls of a shape. */
+static int layout(char **numbers) {
+  int n[5];
+  for (int i = 0; i < 5; i++) n[i] = atoi(numbers[i]);
+  dk_ll_layout_params l = {.size = sizeof l,
+                           .num_ranks = n[0],
+                           .num_nvl_peers = n[1],
+                           .num_max_tokens = n[2],
+                           .hidden = n[3],
+                           .num_experts = n[4]};
+  dk_block_sizes_params b = {
+      .size = sizeof b, .num_ranks = n[0], .num_nvl_peers = n[1], .rdma_bytes = strtoull(numbers[5], NULL, 10)};
+  printf("layout: %d\nsizes: %d\n", CALL(dk_ll_layout, &l), CALL(dk_block_sizes, &b));
+  printf("wire: %llu of %llu\nrdma: %llu\n", (unsigned long long)l.wire_bytes, (unsigned long long)b.wire_bytes,
+         (unsigned long long)l.rdma_bytes);
+  return 0;
+}
+
 static int interface(const char *number) {
   void *made = NULL;
   int (*init)(void **, void *, int) = (int (*)(void **, void *, int))find("nvshmemt_init");
@@ -87,6 +106,7 @@ int main(int argc, char **argv) {
   }
   if (strcmp(argv[2], "info") == 0) return info();
   if (strcmp(argv[2], "start") == 0 && argc >= 7) return start(argv + 3);
+  if (strcmp(argv[2], "layout") == 0 && argc == 9) return layout(argv + 3);
   if (strcmp(argv[2], "interface") == 0 && argc == 4) return interface(argv[3]);
   return 2;
 }

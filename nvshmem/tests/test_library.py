@@ -223,6 +223,16 @@ def test_start_keeps_the_users_settings_and_reports_conflicts() -> None:
     assert "NVSHMEM_QP_DEPTH=64 applies" in found["reason"]
 
 
+@pytest.mark.parametrize("ranks", [16, 256, 512, 1024])
+def test_low_latency_of_many_ranks_fits(ranks: int) -> None:
+    """A buffer of the size hint has room for calls of one expert a rank, and of several: the hint's own shape."""
+    for tokens, hidden, each in ((128, 7168, 1), (128, 2048, 1), (1, 128, 1), (128, 7168, 4)):
+        rows = 4 * ranks * each * tokens
+        sizes = probe("layout", ranks, 8, tokens, hidden, ranks * each, rows * (2 * hidden + 4 * (hidden // 128)) + 64)
+        wanted, there = map(int, sizes["wire"].split(" of "))
+        assert sizes["layout"] == sizes["sizes"] == "0" and wanted <= there, (tokens, hidden, each, sizes)
+
+
 @pytest.mark.parametrize(
     ("numbers", "said"),
     [

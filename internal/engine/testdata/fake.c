@@ -183,15 +183,17 @@ int32_t dk_balance(dk_balance_params *p) {
   return 0;
 }
 
+/* The wire region grows by a KiB for each MiB of the rdma region, and 256 experts need 6144 of it. */
 int32_t dk_block_sizes(dk_block_sizes_params *p) {
-  p->control_bytes = p->wire_bytes = 4096;
+  p->control_bytes = 4096;
+  p->wire_bytes = 4096 + (p->rdma_bytes >> 20 << 10);
   p->min_nvl_bytes = p->max_row_bytes * 2;
   p->min_rdma_bytes = p->num_ranks > p->num_nvl_peers ? p->max_row_bytes * 3 : 0;
   return 0;
 }
 int32_t dk_ll_layout(dk_ll_layout_params *p) {
   p->rdma_bytes = (uint64_t)p->num_max_tokens * p->hidden * 2;
-  p->wire_bytes = 64;
+  p->wire_bytes = p->num_experts < 256 ? 64 : 6144;
   p->zero_copy_offset[0] = 256;
   p->zero_copy_offset[1] = 512;
   p->zero_copy_row_stride = 2 * (uint64_t)p->hidden;

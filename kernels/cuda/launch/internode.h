@@ -16,6 +16,8 @@ inline bool is_remote(const Team *team) { return team->internode != nullptr && s
 // Adds to the sizes that the ranks of one node need. Pure; called where num_ranks > num_nvl_peers or flags have
 // DK_TEAM_LL_TRANSPORT.
 int32_t internode_block_sizes(dk_block_sizes_params *p);
+// The wire region that low-latency calls need; the rest is filled. Where internode_block_sizes() is called.
+void internode_ll_layout(dk_ll_layout_params *p);
 // The team's view is filled; scratch and peers are allocated. Attaches team->internode.
 int32_t internode_team_create(dk_team_create_params *p, Team *team);
 void internode_team_destroy(Team *team);  // no effect where team->internode is null

@@ -4,6 +4,7 @@
 namespace deepep {
 
 int32_t internode_block_sizes(dk_block_sizes_params *) { return DK_OK; }
+void internode_ll_layout(dk_ll_layout_params *) {}
 int32_t internode_team_create(dk_team_create_params *, Team *) { return DK_EUNSUPPORTED; }
 void internode_team_destroy(Team *) {}
 int32_t internode_notify(dk_notify_params *, const NotifyParams &) { return DK_EUNSUPPORTED; }

@@ -103,6 +103,9 @@ DK_EXPORT int32_t dk_ll_layout(dk_ll_layout_params *p) {
   p->zero_copy_offset[0] = at.zero_copy(0);
   p->zero_copy_offset[1] = at.zero_copy(1);
   p->zero_copy_row_stride = 2ull * p->hidden;
+  const bool remote =
+      p->num_nvl_peers > 0 && (p->num_ranks > p->num_nvl_peers || (p->flags & DK_TEAM_LL_TRANSPORT) != 0);
+  if (remote) internode_ll_layout(p);
   return DK_OK;
 }
 

@@ -23,6 +23,16 @@ struct LowLatencyTeam {
   int next_stage;  // index of the buffer of staged rows that the next combine sends from
 };
 
+// The wire region behind the ring's flags: an area of arrival words for each slot, then one of counts for each.
+struct WireAreas {
+  uint64_t words, counts, one;  // bytes: of the words, of the counts of one direction, that an area must have
+  WireAreas(uint64_t ranks, uint64_t tokens, uint64_t experts)
+      : words(experts * tokens * 8 + ranks * 8),
+        counts(ranks * align_up<uint32_t>(4 * static_cast<uint32_t>(experts / ranks), 16)),
+        one(max(words, 2 * counts)) {}
+};
+constexpr uint64_t kNumWireAreas = 2 * kLowLatencySlots;
+
 // Offsets for a call's shape. False: the regions of this team are too small for it.
 template <class P>
 bool find_offsets(const P *p, const LowLatencyTeam &team, uint32_t payload, LowLatencyOffsets *at) {
@@ -36,14 +46,15 @@ bool find_offsets(const P *p, const LowLatencyTeam &team, uint32_t payload, LowL
   at->stage_bytes = layout.zero_copy_bytes;
   at->source_bytes = max<uint64_t>(layout.zero_copy_bytes / ranks, tokens * at->row_bytes);
   if (layout.rdma_bytes > view.rdma_bytes || ranks * at->source_bytes > layout.slot_bytes) return false;
-  const uint64_t wire = view.wire + view.ring.bytes, area = (view.wire_bytes - view.ring.bytes) / 4 / 128 * 128;
-  const uint64_t words = experts * tokens * 8 + ranks * 8, counts = ranks * at->counts_bytes;
-  if (view.wire_bytes < view.ring.bytes || area < words || area < 2 * counts) return false;
+  const uint64_t wire = view.wire + view.ring.bytes,
+                 area = (view.wire_bytes - view.ring.bytes) / kNumWireAreas / 128 * 128;
+  const WireAreas needed(ranks, tokens, experts);
+  if (view.wire_bytes < view.ring.bytes || area < needed.one) return false;
   for (int i = 0; i < kLowLatencySlots; ++i) {
     at->slot[i] = view.rdma + slot_offset(view.rdma_bytes, layout.slot_bytes, i);
     at->words[i] = wire + i * area;
     at->counts_in[i] = wire + (2 + i) * area;
-    at->counts_out[i] = at->counts_in[i] + counts;
+    at->counts_out[i] = at->counts_in[i] + needed.counts;
   }
   at->outbox = team.outbox;
   return true;
