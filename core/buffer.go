@@ -4,6 +4,7 @@ import (
 	"context"
 	"fmt"
 	"hash/fnv"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -114,6 +115,11 @@ func (g *Group) newBuffer(ctx context.Context, o BufferOptions) (*Buffer, error)
 	opt.Library, opt.ISA = library, isaOf(name, s)
 	opt.Spent = engine.Spent{Load: loaded, Connect: g.takeSpent()}
 	findNICs(&opt, s)
+	if library.HasTransportHeap() {
+		for _, warning := range networkOf(&s.RDMA.NICs).Warnings {
+			engine.WarnOnce(g.log, warning)
+		}
+	}
 	if opt.ID, err = g.enter(b); err != nil {
 		return nil, err
 	}
@@ -167,6 +173,7 @@ func (g *Group) rdma(o *BufferOptions, s env.RDMA) (engine.RDMAOptions, error) {
 	queues, err := s.Queues(asked)
 	return engine.RDMAOptions{
 		Queues: queues, Everywhere: asked.Everywhere, MaxTokens: s.MaxTokens, MNNVL: o.AllowMNNVL, Workspace: s.WorkspaceBytes, Seed: s.Seed, Late: s.Late,
+		Settings: strings.Join(s.NICs.Lines(), "\n"),
 	}, err
 }
 

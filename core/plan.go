@@ -50,10 +50,19 @@ type BufferPlan struct {
 	QPsUsed                           int     // queue pairs toward a peer that the calls have use for
 	QPDepthForTokens                  int     // depth with which no low-latency call waits for room; 0: no queue pair is so deep
 	QPOrder                           []int32 // the peers with queue pairs in the order in which those are made
+	Network                           Network // what NVSHMEM is told of the NICs; zero on the CPU engine and without queue pairs
 
 	Elastic ElasticInfo // of a V2 buffer; RowSegmentBytes is 0 on the CPU engine
 
 	DispatchSMsFP8, DispatchSMsBF16, CombineSMs int // of normal-mode calls without a number of their own
+}
+
+// Network is what the transport on GPUs is told of the NICs, by the settings of the environment.
+type Network struct {
+	NICs, NICMapping           string   // those that ranks may use, and those of each rank of a host; "": all, the nearest
+	ServiceLevel, TrafficClass int      // of packets
+	Lines                      []string // the variables that NVSHMEM gets, "NAME=VALUE"
+	Warnings                   []string // settings that others keep from what they ask for
 }
 
 // Plan says what NewBuffer would make of the same options, and refuses what it or the calls would refuse. It reads the
@@ -87,17 +96,19 @@ func Plan(o PlanOptions) (BufferPlan, error) {
 		return BufferPlan{}, failed
 	}
 	opt.Library = library
-	nics := s
+	findNICs(&opt, s)
 	if o.NICs > 0 {
-		nics.RDMA.NICs = o.NICs
+		opt.RDMA.RankNICs = o.NICs
 	}
-	findNICs(&opt, nics)
 	opt.RDMA.RanksOfHost = o.RanksOfHost
 	draft, failed := engine.NewDraft(opt, o.Rank)
 	if failed != nil {
 		return BufferPlan{}, failed
 	}
 	p.Info, p.Engine = draft.Info(), name
+	if p.QPPeers > 0 && name == EngineCUDA {
+		p.Network = networkOf(&s.RDMA.NICs)
+	}
 	if failed := p.elastic(&o, g.topology, gpuOf(name, &o)); failed != nil {
 		return BufferPlan{}, failed
 	}
@@ -283,14 +294,18 @@ func (p *BufferPlan) normal(o *PlanOptions, t plan.Topology, draft *engine.Draft
 	return nil
 }
 
+func networkOf(n *env.NICs) Network {
+	net := Network{NICs: n.Names, NICMapping: n.Mapping, ServiceLevel: n.ServiceLevel, TrafficClass: n.TrafficClass, Lines: n.Lines()}
+	for _, c := range n.Contradictions() {
+		net.Warnings = append(net.Warnings, c.Variable+": "+c.Cause)
+	}
+	return net
+}
+
 // findNICs counts the NICs that the library's transport may use. The software RDMA uses none.
 func findNICs(o *engine.Options, s env.Settings) {
-	o.RDMA.RankNICs = s.RDMA.NICs
-	if o.RDMA.RankNICs > 0 || o.Library != nil && !o.Library.HasTransportHeap() {
-		return
-	}
-	count, oneEach := doctor.NICsHere(env.Get)
-	if o.RDMA.HostNICs = count; oneEach {
-		o.RDMA.RankNICs = 1
+	o.RDMA.RankNICs = s.RDMA.NICs.OfRank()
+	if o.RDMA.RankNICs == 0 && (o.Library == nil || o.Library.HasTransportHeap()) {
+		o.RDMA.HostNICs = doctor.NICsHere(env.Get)
 	}
 }

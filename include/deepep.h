@@ -333,7 +333,7 @@ typedef struct deepep_plan_options {
   uint32_t struct_size;
   int32_t rank, size;
   int32_t num_nvl_peers;      /* as in deepep_group_options */
-  int32_t num_nics;           /* of a rank; 0: DEEPEP_NUM_NICS, or the rank's share of those that this machine has */
+  int32_t num_nics;           /* of a rank; 0: as the settings say, else 1 */
   int32_t num_local_ranks;    /* ranks that share a host's NICs; 0: as many as a node has */
   int32_t compute_capability; /* of the GPUs, 10 * major + minor; 0: 90 */
   int32_t num_tokens;         /* T of normal-mode calls; 0: there are none */

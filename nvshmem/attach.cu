@@ -17,7 +17,12 @@ static_assert(sizeof(nvshmemx_uniqueid_t) == DK_TRANSPORT_ID_BYTES, "the id is c
 
 template <class P>
 Wanted wanted_of(const P *p) {
-  return {p->num_ranks, p->num_nvl_peers, p->num_qps_per_nic, p->qp_depth, (p->flags & DK_TRANSPORT_MNNVL) != 0};
+  return {p->num_ranks,
+          p->num_nvl_peers,
+          p->num_qps_per_nic,
+          p->qp_depth,
+          (p->flags & DK_TRANSPORT_MNNVL) != 0,
+          pointer<const char>(p->host_settings)};
 }
 
 // A buffer of this process is attached already: one with the same rank, ranks, id and device shares its NVSHMEM.

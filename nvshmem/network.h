@@ -37,7 +37,8 @@ int32_t check_versions(Report *report);
 // The caller's settings, which NVSHMEM must have before it starts.
 struct Wanted {
   int num_ranks, num_nvl_peers, num_qps_per_nic, qp_depth;
-  bool mnnvl;  // NVLink between hosts may be used
+  bool mnnvl;            // NVLink between hosts may be used
+  const char *settings;  // lines "NAME=VALUE", which NVSHMEM gets as they are; nullptr: none
 };
 // Sets the environment variables that NVSHMEM reads. It keeps the user's values and reports those that differ.
 int32_t apply_settings(const Wanted &wanted, Report *report);

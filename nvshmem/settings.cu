@@ -4,6 +4,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <set>
 #include <string>
 
 #include "network.h"
@@ -56,6 +57,23 @@ void set_queue_pairs(const Wanted &wanted, Report *report) {
                 misnamed, getenv("NVSHMEM_QP_DEPTH"));
 }
 
+// Those of the last start that this one does not ask for go.
+void set_lines(const std::string &lines, Report *report) {
+  static std::set<std::string> *const last = new std::set<std::string>;
+  std::set<std::string> names;
+  for (size_t at = 0, end; at < lines.size(); at = end + 1) {
+    end = min(lines.find('\n', at), lines.size());
+    const std::string line = lines.substr(at, end - at);
+    const size_t equals = line.find('=');
+    if (equals == std::string::npos || equals == 0) continue;
+    names.insert(line.substr(0, equals));
+    set(line.substr(0, equals).c_str(), line.substr(equals + 1), report);
+  }
+  for (const std::string &name : *last)
+    if (names.count(name) == 0) forget(name.c_str());
+  *last = names;
+}
+
 }  // namespace
 
 void Report::add(const char *format, ...) {
@@ -95,6 +113,7 @@ int32_t apply_settings(const Wanted &wanted, Report *report) {
   set("NVSHMEM_DISABLE_MNNVL", wanted.mnnvl ? "0" : "1", report);
   if (getenv("NVSHMEM_REMOTE_TRANSPORT") == nullptr) set("NVSHMEM_IB_ENABLE_IBGDA", "1", report);
   set_queue_pairs(wanted, report);
+  set_lines(wanted.settings != nullptr ? wanted.settings : "", report);
   return DK_OK;
 }
 

@@ -419,6 +419,10 @@ type TransportUniqueIDParams struct {
 	Reason [512]byte
 	Flags  uint32 // DK_TRANSPORT_MNNVL
 	_      uint32
+
+	// host: text, a line "NAME=VALUE" for each further variable that the transport's library reads when it starts; 0:
+	// none. A user's own value of NAME stays, and `reason` says so where it differs.
+	HostSettings uint64
 }
 
 // TransportAttachParams is dk_transport_attach_params.
@@ -434,10 +438,11 @@ type TransportAttachParams struct {
 
 	// Of dk_transport_unique_id on one rank. A second attach with equal id, rank and num_ranks shares the first one's
 	// attachment.
-	ID         [TransportIDBytes]uint8
-	Attachment uint64    // [out]
-	Version    [64]byte  // [out] of the transport's library
-	Reason     [512]byte // [out] as in dk_transport_unique_id
+	ID           [TransportIDBytes]uint8
+	Attachment   uint64    // [out]
+	Version      [64]byte  // [out] of the transport's library
+	Reason       [512]byte // [out] as in dk_transport_unique_id
+	HostSettings uint64    // as in dk_transport_unique_id
 }
 
 // TransportDetachParams is dk_transport_detach_params.

@@ -1,6 +1,7 @@
 package device
 
 import (
+	"runtime"
 	"unsafe"
 
 	"github.com/deepep-go/deepep/internal/abi"
@@ -10,9 +11,10 @@ import (
 
 // SymmetricHeapOptions are the settings with which a transport that has memory of its own (NVSHMEM) starts.
 type SymmetricHeapOptions struct {
-	Rank, Ranks, Peers int  // Peers: ranks of a node
-	QPsPerNIC, Depth   int  // toward each peer, on each NIC of the rank
-	MNNVL              bool // NVLink between hosts may be used
+	Rank, Ranks, Peers int    // Peers: ranks of a node
+	QPsPerNIC, Depth   int    // toward each peer, on each NIC of the rank
+	MNNVL              bool   // NVLink between hosts may be used
+	Settings           string // lines "NAME=VALUE" for the transport's library
 }
 
 func (o *SymmetricHeapOptions) flags() uint32 {
@@ -33,8 +35,14 @@ type SymmetricHeap struct {
 
 // SymmetricHeapID makes the id by which all ranks attach. One rank calls it.
 func (d *Device) SymmetricHeapID(o SymmetricHeapOptions) ([]byte, error) {
-	p := &abi.TransportUniqueIDParams{NumRanks: int32(o.Ranks), NumNVLPeers: int32(o.Peers), NumQPsPerNIC: int32(o.QPsPerNIC), QPDepth: int32(o.Depth), Flags: o.flags()}
-	if code := d.Lib.TransportUniqueID(p); code != 0 {
+	settings := append([]byte(o.Settings), 0)
+	p := &abi.TransportUniqueIDParams{
+		NumRanks: int32(o.Ranks), NumNVLPeers: int32(o.Peers), NumQPsPerNIC: int32(o.QPsPerNIC), QPDepth: int32(o.Depth), Flags: o.flags(),
+		HostSettings: uint64(uintptr(unsafe.Pointer(unsafe.SliceData(settings)))),
+	}
+	code := d.Lib.TransportUniqueID(p)
+	runtime.KeepAlive(settings)
+	if code != 0 {
 		return nil, withReason(kern.Error("dk_transport_unique_id", code, p.DeviceError), p.Reason[:])
 	}
 	return append([]byte(nil), p.ID[:]...), nil
@@ -42,14 +50,18 @@ func (d *Device) SymmetricHeapID(o SymmetricHeapOptions) ([]byte, error) {
 
 // Attach starts the transport, or shares the one that runs. Collective; it waits for all ranks without a limit.
 func (d *Device) Attach(o SymmetricHeapOptions, id []byte) (*SymmetricHeap, error) {
+	settings := append([]byte(o.Settings), 0)
 	p := &abi.TransportAttachParams{
 		Device: d.handle, Rank: int32(o.Rank), NumRanks: int32(o.Ranks), NumNVLPeers: int32(o.Peers), NumQPsPerNIC: int32(o.QPsPerNIC), QPDepth: int32(o.Depth), Flags: o.flags(),
+		HostSettings: uint64(uintptr(unsafe.Pointer(unsafe.SliceData(settings)))),
 	}
 	if len(id) != len(p.ID) {
 		return nil, status.Errorf(status.Internal, "the transport's id came as %d bytes, not %d", len(id), len(p.ID))
 	}
 	copy(p.ID[:], id)
-	if code := d.Lib.TransportAttach(p); code != 0 {
+	code := d.Lib.TransportAttach(p)
+	runtime.KeepAlive(settings)
+	if code != 0 {
 		return nil, withReason(kern.Error("dk_transport_attach", code, p.DeviceError), p.Reason[:])
 	}
 	return &SymmetricHeap{Version: kern.Text(p.Version[:]), Note: kern.Text(p.Reason[:]), dev: d.Retain(), attachment: p.Attachment, ranks: o.Ranks}, nil

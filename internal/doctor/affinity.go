@@ -4,6 +4,8 @@ import (
 	"fmt"
 	"slices"
 	"strings"
+
+	"github.com/deepep-go/deepep/internal/env"
 )
 
 // checkAffinity pairs GPUs with NICs by their distance in the PCI tree, as NVSHMEM and NCCL do, and finds NICs that
@@ -13,9 +15,11 @@ func checkAffinity(e *exam) {
 	if len(gpus) == 0 {
 		gpus = e.gpuList()
 	}
+	settings, _ := e.nicSettings()
+	list := settings.List()
 	var nics []nic
 	for _, n := range e.nicList() {
-		if n.active() && n.bus != "" && e.chosen(n) {
+		if n.active() && n.bus != "" && list.Has(n.name) {
 			nics = append(nics, n)
 		}
 	}
@@ -33,21 +37,6 @@ func checkAffinity(e *exam) {
 	for i, g := range gpus {
 		e.pairLine(i, g, pairs[i], load, idle)
 	}
-}
-
-// chosen applies NVSHMEM_HCA_LIST: "mlx5_0:1,mlx5_1" or "^mlx5_4".
-func (e *exam) chosen(n nic) bool {
-	list, set := e.root.env("NVSHMEM_HCA_LIST")
-	if !set || list == "" {
-		return true
-	}
-	list, except := strings.CutPrefix(list, "^")
-	named := false
-	for item := range strings.SplitSeq(list, ",") {
-		name, _, _ := strings.Cut(strings.TrimSpace(item), ":")
-		named = named || name == n.name
-	}
-	return named != except
 }
 
 type pairing struct {
@@ -96,7 +85,7 @@ func (e *exam) pairLine(i int, g gpu, p pairing, load map[string][]string, idle 
 	others := slices.DeleteFunc(slices.Clone(load[p.nic.name]), func(s string) bool { return s == l.Subject })
 	mapping, _ := e.root.env("NVSHMEM_ENABLE_NIC_PE_MAPPING")
 	switch {
-	case len(others) > 0 && len(idle) > 0 && !truth(mapping):
+	case len(others) > 0 && len(idle) > 0 && !env.Truth(mapping):
 		l.Read += ", shared with " + strings.Join(others, ", ")
 		l.Cause = fmt.Sprintf("the nearest NIC serves several GPUs while %s idles: the shared one halves the bandwidth of each", strings.Join(idle, ", "))
 		l.Fix = "NVSHMEM_ENABLE_NIC_PE_MAPPING=1 with NVSHMEM_HCA_LIST=" + strings.Join(namesOf(load, idle), ",") + " deals them out in turn; better, move the card to the slot beside the GPU"

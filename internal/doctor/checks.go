@@ -48,6 +48,7 @@ var checks = []check{
 	{"verbs", acrossRDMA, checkVerbs},
 	{"memlock", acrossRDMA, checkMemlock},
 	{"port", acrossRDMA, checkPorts},
+	{"nics", acrossRDMA, checkNICs},
 	{"gid", acrossRDMA, checkGIDs},
 	{"variables", acrossRDMA, checkVariables},
 	{"nvshmem", acrossRDMA, checkNVSHMEM},

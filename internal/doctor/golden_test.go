@@ -45,6 +45,9 @@ var hosts = []struct {
 		h.remove(dir + "/gids/1").remove(dir + "/gids/2").remove(dir + "/gids/3")
 		return h
 	}},
+	{"nics-named-wrong", ForInternode, "nics", func() *host {
+		return gpuHost("InfiniBand").setenv("DEEPEP_NICS=mlx5_0,mlx5_8", "DEEPEP_NUM_NICS=2", "NVSHMEM_ENABLE_NIC_PE_MAPPING=1", "DEEPEP_TRAFFIC_CLASS=106")
+	}},
 	{"keys-on-disk-not-live", ForInternode, "driver-params", func() *host {
 		return gpuHost("InfiniBand").file("proc/driver/nvidia/params", "EnableStreamMemOPs: 0\nRegistryDwords: \"\"\n")
 	}},

@@ -226,7 +226,7 @@ func checkQPBudget(e *exam) {
 		e.na(Line{Read: "limits not known: " + err.Error(), File: "libibverbs.so.1"})
 		return
 	}
-	share := e.ranksPerNIC()
+	share := e.ranksPerNIC(e.nicsOfRank())
 	for _, d := range verbs.Devices {
 		if d.Err != "" {
 			continue // the check verbs reports the reason
@@ -235,8 +235,8 @@ func checkQPBudget(e *exam) {
 	}
 }
 
-// ranksPerNIC is the largest number of this host's ranks that share a device.
-func (e *exam) ranksPerNIC() int {
+// ranksPerNIC is the largest number of this host's ranks that share a device, of which each uses so many.
+func (e *exam) ranksPerNIC(each int) int {
 	active := 0
 	for _, n := range e.nicList() {
 		if n.active() {
@@ -247,7 +247,7 @@ func (e *exam) ranksPerNIC() int {
 	if active == 0 || ranks == 0 {
 		return 1
 	}
-	return (ranks + active - 1) / active
+	return (ranks*each + active - 1) / active
 }
 
 // fewerQPs says how many queue pairs toward a peer the device has room for.
@@ -266,13 +266,7 @@ func (e *exam) qpDevice(d VerbsDevice, share int) {
 		Facts:   map[string]string{"max_qp": strconv.Itoa(d.MaxQP), "max_qp_wr": strconv.Itoa(d.MaxQPWR)},
 	}
 	p := e.opt.Plan
-	devices := p.NICs
-	if devices == 0 {
-		count, oneEach := NICs(e.root)
-		if devices = plan.DevicesOfRank(count, e.ranks()); oneEach {
-			devices = 1
-		}
-	}
+	devices := e.nicsOfRank()
 	planned := plan.Queues{PerPeer: p.QPsPerPeer}.PerDevice(devices) * p.QPPeers
 	if planned > 0 {
 		l.Read += fmt.Sprintf("; planned %d × %s", planned, plural(share, "rank"))

@@ -16,12 +16,11 @@ type variable struct {
 }
 
 var variables = []variable{
-	{"NVSHMEM_IB_TRAFFIC_CLASS", func(e *exam, v string) (string, string, bool) {
-		if e.layers()["Ethernet"] || !e.layers()["InfiniBand"] {
-			return "", "", false
-		}
-		return "on InfiniBand NVSHMEM then fails to connect its queue pairs (INIT2RTR, status 121): a traffic class belongs to RoCE",
-			"unset NVSHMEM_IB_TRAFFIC_CLASS; on InfiniBand use NVSHMEM_IB_SL", true
+	{"NVSHMEM_IB_TRAFFIC_CLASS", func(e *exam, _ string) (string, string, bool) {
+		return e.trafficClass("NVSHMEM_IB_TRAFFIC_CLASS")
+	}},
+	{"DEEPEP_TRAFFIC_CLASS", func(e *exam, _ string) (string, string, bool) {
+		return e.trafficClass("DEEPEP_TRAFFIC_CLASS")
 	}},
 	{"NVSHMEM_QP_DEPTH", func(e *exam, v string) (string, string, bool) {
 		return qpDepth(v, e.opt.Plan.MaxTokens)
@@ -34,7 +33,7 @@ var variables = []variable{
 		return "NVSHMEM has no such variable, though guides name it; this library takes its depth from it where NVSHMEM_QP_DEPTH is not set", fix, false
 	}},
 	{"NVSHMEM_IB_ENABLE_IBGDA", func(_ *exam, v string) (string, string, bool) {
-		if truth(v) {
+		if env.Truth(v) {
 			return "", "", false
 		}
 		return "GPU-initiated RDMA is switched off, so low-latency mode between nodes has no transport", "unset it, or set it to 1", true
@@ -44,7 +43,7 @@ var variables = []variable{
 			return "", "", false
 		}
 		ibgda, set := e.root.env("NVSHMEM_IB_ENABLE_IBGDA")
-		if set && truth(ibgda) {
+		if set && env.Truth(ibgda) {
 			return "NVSHMEM_IB_ENABLE_IBGDA asks for GPU-initiated RDMA, this one for " + v, "unset one of the two", false
 		}
 		return "traffic between nodes goes through a CPU proxy, several times slower", "unset it for GPU-initiated RDMA", false
@@ -73,24 +72,33 @@ var variables = []variable{
 		return "not one of cta, sm and warp", "unset it", true
 	}},
 	{"NVSHMEM_DISABLE_P2P", func(_ *exam, v string) (string, string, bool) {
-		if !truth(v) {
+		if !env.Truth(v) {
 			return "", "", false
 		}
 		return "peers of the same node are then reached through the NIC instead of NVLink", "unset it", false
 	}},
 	{"NVSHMEM_HCA_PE_MAPPING", func(e *exam, _ string) (string, string, bool) {
-		mapping, _ := e.root.env("NVSHMEM_ENABLE_NIC_PE_MAPPING")
-		if truth(mapping) {
+		mapping, set := e.root.env("NVSHMEM_ENABLE_NIC_PE_MAPPING")
+		if !set || env.Truth(mapping) {
 			return "", "", false
 		}
-		return "without NVSHMEM_ENABLE_NIC_PE_MAPPING=1 it is not looked at", "export NVSHMEM_ENABLE_NIC_PE_MAPPING=1, or unset this one", false
+		return "with NVSHMEM_ENABLE_NIC_PE_MAPPING=" + mapping + " it is not looked at", "unset NVSHMEM_ENABLE_NIC_PE_MAPPING: the library sets it to 1 for this one", false
 	}},
 	{"NCCL_P2P_DISABLE", func(_ *exam, v string) (string, string, bool) {
-		if !truth(v) {
+		if !env.Truth(v) {
 			return "", "", false
 		}
 		return "torch's own collectives then leave NVLink; this library does not look at it", "unset it", false
 	}},
+}
+
+// trafficClass is the rule for the variables of that name.
+func (e *exam) trafficClass(name string) (cause, fix string, grave bool) {
+	if e.layers()["Ethernet"] || !e.layers()["InfiniBand"] {
+		return "", "", false
+	}
+	return "on InfiniBand NVSHMEM then fails to connect its queue pairs (INIT2RTR, status 121): a traffic class belongs to RoCE",
+		"unset " + name + "; on InfiniBand use DEEPEP_SERVICE_LEVEL (NVSHMEM_IB_SL)", true
 }
 
 // checkVariables finds settings that contradict the hardware, the plan or each other.
@@ -113,6 +121,12 @@ func checkVariables(e *exam) {
 		bad++
 		l := Line{Subject: v.name, Read: v.name + "=" + value, File: "environment", Cause: cause, Fix: fix}
 		e.when(grave, l)
+	}
+	settings, _ := e.nicSettings()
+	for _, c := range settings.Contradictions() {
+		bad++
+		value, _ := e.root.env(c.Variable)
+		e.warn(Line{Subject: c.Variable, Read: c.Variable + "=" + value, File: "environment", Cause: c.Cause, Fix: c.Fix})
 	}
 	if _, set := e.root.env("NVSHMEM_QP_DEPTH"); !set && e.opt.Plan.MaxTokens > 0 && 2*(e.opt.Plan.MaxTokens+1) > plan.DefaultDepth {
 		bad++
@@ -157,15 +171,6 @@ func qpDepth(v string, tokens int) (cause, fix string, grave bool) {
 		return fmt.Sprintf("NVSHMEM takes powers of two from %d to %d", plan.MinDepth, plan.MaxDepth), fmt.Sprintf("export NVSHMEM_QP_DEPTH=%d", want), true
 	}
 	return "", "", false
-}
-
-// truth parses a switch as NVSHMEM does.
-func truth(v string) bool {
-	switch strings.ToLower(strings.TrimSpace(v)) {
-	case "", "0", "n", "no", "f", "false", "off":
-		return false
-	}
-	return true
 }
 
 // layers is the set of link layers of the active ports.

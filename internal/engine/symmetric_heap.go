@@ -18,6 +18,7 @@ func (b *Buffer) symmetricHeapOptions() device.SymmetricHeapOptions {
 	_, queuePairs := b.perNIC()
 	return device.SymmetricHeapOptions{
 		Rank: b.rank, Ranks: b.size, Peers: b.top.Peers, QPsPerNIC: max(1, queuePairs), Depth: b.opt.RDMA.Queues.Depth, MNNVL: b.opt.RDMA.MNNVL,
+		Settings: b.opt.RDMA.Settings,
 	}
 }
 

@@ -129,14 +129,14 @@ func TestQueuePairsAreDividedOverTheNICs(t *testing.T) {
 		{"all on one host", 0, 8, 0, "3"}, {"set", 4, 8, 2, "2"},
 	} {
 		change := func(o *engine.Options) {
-			o.Library, o.StartLimit, o.RDMA.RankNICs, o.RDMA.HostNICs = lib, time.Second, c.nics, c.host
+			o.Library, o.StartLimit, o.RDMA.RankNICs, o.RDMA.HostNICs, o.RDMA.Settings = lib, time.Second, c.nics, c.host, "A=1 B=2"
 		}
 		a := &among{rank: 0, size: 4, elsewhere: c.elsewhere}
 		r, err := nodes(t, a, 2, change)
 		if err != nil {
 			t.Fatal(err)
 		}
-		if got := r.withoutRecords(); !strings.Contains(got, "id for 4 ranks, 2 a node, "+c.perNIC+" x 1024 flags 0; ") || !strings.Contains(got, "transport 5 x 1024") {
+		if got := r.withoutRecords(); !strings.Contains(got, "id for 4 ranks, 2 a node, "+c.perNIC+" x 1024 flags 0 [A=1 B=2]; ") || !strings.Contains(got, "transport 5 x 1024") {
 			t.Errorf("%s: %s, want %s on each NIC", c.what, got, c.perNIC)
 		}
 		made := r.Info()

@@ -23,6 +23,7 @@ type RDMAOptions struct {
 	RankNICs    int         // NICs of a rank; 0: its share of the host's
 	HostNICs    int         // NICs of this host
 	RanksOfHost int         // of a draft: ranks that share them; 0: as many as a node has
+	Settings    string      // lines "NAME=VALUE", which a transport with a start of its own gets
 	Seed        uint64      // of the software RDMA's delays and orders
 	Late        bool        // for tests: every operation takes effect as late as it may
 }

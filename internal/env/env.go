@@ -72,9 +72,9 @@ type RDMA struct {
 	QPDepth        int        // DEEPEP_QP_DEPTH, NVSHMEM_QP_DEPTH, NVSHMEM_IBGDA_QP_DEPTH; 0: the plan's
 	MaxTokens      int        // DEEPEP_NUM_MAX_RDMA_TOKENS, DEEP_EP_NUM_MAX_RDMA_TOKENS: the largest B of a call; 0: no limit
 	Order          plan.Order // DEEPEP_QP_ORDER: auto; in which a rank makes its queue pairs
-	NICs           int        // DEEPEP_NUM_NICS: NICs of a rank; 0: its share of those that are found
-	Seed           uint64     // DEEPEP_SOFTWARE_RDMA=seed[:late], for tests of the software RDMA: 0
-	Late           bool       // the software RDMA applies every write as late as its order allows
+	NICs           NICs
+	Seed           uint64 // DEEPEP_SOFTWARE_RDMA=seed[:late], for tests of the software RDMA: 0
+	Late           bool   // the software RDMA applies every write as late as its order allows
 
 	DepthFrom, TokensFrom string // the variables that QPDepth and MaxTokens come from; "" where none is set
 }

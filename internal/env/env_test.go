@@ -36,13 +36,14 @@ func TestEverySettingIsRead(t *testing.T) {
 		"DEEPEP_HEARTBEAT_MS": "20", "DEEPEP_STATS": "off", "DEEPEP_ISA": "avx2", "DEEPEP_PREINIT_BYTES": "12345",
 		"DEEPEP_NUM_MAX_RDMA_PEERS": "20", "NUM_MAX_RDMA_PEERS": "21", "DEEPEP_NUM_WORKSPACE_BYTES": "33554432", "DEEPEP_NUM_QPS_PER_RANK": "12",
 		"DEEPEP_QP_DEPTH": "2048", "NVSHMEM_QP_DEPTH": "512", "DEEPEP_NUM_MAX_RDMA_TOKENS": "256", "DEEPEP_QP_ORDER": "linear", "DEEPEP_SOFTWARE_RDMA": "18446744073709551615:Late",
-		"DEEPEP_NUM_NICS": "2", "DEEPEP_ZERO_COPY_BYTES": "0", "DEEPEP_LL_TRANSFER": "Copy",
+		"DEEPEP_NUM_NICS": "2", "DEEPEP_NICS": "mlx5_0:1,mlx5_1", "DEEPEP_SERVICE_LEVEL": "3", "DEEPEP_TRAFFIC_CLASS": "106", "DEEPEP_ZERO_COPY_BYTES": "0", "DEEPEP_LL_TRANSFER": "Copy",
 	}))
 	want := env.Settings{
 		Engine: "cpu", Kernels: "/opt/k", Timeout: 1500 * time.Millisecond, FirstTimeout: 2500 * time.Millisecond,
 		LogLevel: "debug", LogPath: "/tmp/a:b.log", MaxNVLPeers: 4, Interface: "ib0", Heartbeat: 20 * time.Millisecond,
 		Stats: false, ISA: "avx2", PreinitBytes: 12345, LLTransfer: plan.CopyTransfer,
-		RDMA: env.RDMA{MaxPeers: 20, WorkspaceBytes: 32 << 20, QPs: 12, QPDepth: 2048, MaxTokens: 256, NICs: 2, Order: plan.Linear, DepthFrom: "DEEPEP_QP_DEPTH", TokensFrom: "DEEPEP_NUM_MAX_RDMA_TOKENS", Seed: math.MaxUint64, Late: true},
+		RDMA: env.RDMA{MaxPeers: 20, WorkspaceBytes: 32 << 20, QPs: 12, QPDepth: 2048, MaxTokens: 256, Order: plan.Linear, DepthFrom: "DEEPEP_QP_DEPTH", TokensFrom: "DEEPEP_NUM_MAX_RDMA_TOKENS", Seed: math.MaxUint64, Late: true,
+			NICs: env.NICs{PerRank: 2, Names: "mlx5_0:1,mlx5_1", NamesFrom: "DEEPEP_NICS", ServiceLevel: 3, TrafficClass: 106}},
 	}
 	if err != nil || got != want {
 		t.Errorf("got %+v, %v\nwant %+v", got, err, want)
@@ -75,6 +76,10 @@ func TestOldNamesOfRDMASettings(t *testing.T) {
 		{map[string]string{"DEEP_EP_NUM_MAX_RDMA_TOKENS": "64"}, env.RDMA{MaxPeers: 1024, MaxTokens: 64, TokensFrom: "DEEP_EP_NUM_MAX_RDMA_TOKENS"}},
 		{map[string]string{"DEEPEP_NUM_MAX_RDMA_TOKENS": "65", "DEEP_EP_NUM_MAX_RDMA_TOKENS": "64"}, env.RDMA{MaxPeers: 1024, MaxTokens: 65, TokensFrom: "DEEPEP_NUM_MAX_RDMA_TOKENS"}},
 		{map[string]string{"DEEPEP_QP_ORDER": "Planned"}, env.RDMA{MaxPeers: 1024, Order: plan.Planned}},
+		{map[string]string{"NVSHMEM_IB_SL": "5", "NVSHMEM_IB_TRAFFIC_CLASS": "96"}, env.RDMA{MaxPeers: 1024, NICs: env.NICs{ServiceLevel: 5, TrafficClass: 96}}},
+		{map[string]string{"EP_OVERRIDE_RDMA_SL": "4", "DEEPEP_SERVICE_LEVEL": "4"}, env.RDMA{MaxPeers: 1024, NICs: env.NICs{ServiceLevel: 4}}},
+		{map[string]string{"NVSHMEM_HCA_LIST": "^mlx5_2"}, env.RDMA{MaxPeers: 1024, NICs: env.NICs{Names: "^mlx5_2", NamesFrom: "NVSHMEM_HCA_LIST"}}},
+		{map[string]string{"NVSHMEM_HCA_PE_MAPPING": "mlx5_0:1:2"}, env.RDMA{MaxPeers: 1024, NICs: env.NICs{Mapping: "mlx5_0:1:2", MappingFrom: "NVSHMEM_HCA_PE_MAPPING", SingleFrom: "NVSHMEM_HCA_PE_MAPPING"}}},
 		{map[string]string{"DEEPEP_SOFTWARE_RDMA": "7"}, env.RDMA{MaxPeers: 1024, Seed: 7}},
 	} {
 		if got, err := env.Load(from(c.vars)); err != nil || got.RDMA != c.want {
@@ -104,6 +109,11 @@ func TestBadValuesNameVariableValueAllowed(t *testing.T) {
 		{"DEEP_EP_NUM_MAX_RDMA_TOKENS", "16384", "a whole number from 1 to 16383"},
 		{"DEEPEP_QP_ORDER", "random", "auto, linear, planned, rotated, spread"},
 		{"DEEPEP_LL_TRANSFER", "dma", "auto, sm, copy"},
+		{"DEEPEP_SERVICE_LEVEL", "16", "a whole number from 0 to 15"},
+		{"NVSHMEM_IB_TRAFFIC_CLASS", "256", "a whole number from 0 to 255"},
+		{"DEEPEP_NICS", "mlx5_0;mlx5_1", plan.NICListForm},
+		{"NVSHMEM_HCA_LIST", "mlx5_0:zero", plan.NICListForm},
+		{"DEEPEP_NIC_MAPPING", "mlx5_0:1", plan.NICMappingForm},
 		{"DEEPEP_SOFTWARE_RDMA", "7:early", "a seed (a whole number), with an optional :late after it"},
 		{"DEEPEP_SOFTWARE_RDMA", "late", "a seed (a whole number), with an optional :late after it"},
 		{"DEEPEP_SOFTWARE_RDMA", "7:", "a seed (a whole number), with an optional :late after it"},

@@ -29,7 +29,7 @@ func (p *parser) rdma() RDMA {
 	r.QPs, _ = number(0, 1, plan.MaxQueuePairs, "DEEPEP_NUM_QPS_PER_RANK")
 	r.QPDepth, r.DepthFrom = number(0, 1, plan.MaxDepth, "DEEPEP_QP_DEPTH", "NVSHMEM_QP_DEPTH", misnamedDepth)
 	r.MaxTokens, r.TokensFrom = number(0, 1, maxTokens, "DEEPEP_NUM_MAX_RDMA_TOKENS", "DEEP_EP_NUM_MAX_RDMA_TOKENS")
-	r.NICs, _ = number(0, 1, MaxNICs, "DEEPEP_NUM_NICS")
+	r.NICs = p.nics()
 	r.Order = plan.Order(slices.Index(plan.OrderNames(), p.choice("DEEPEP_QP_ORDER", plan.OrderNames()...)))
 	r.Seed, r.Late = p.softwareRDMA("DEEPEP_SOFTWARE_RDMA")
 	return r

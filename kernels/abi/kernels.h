@@ -536,6 +536,9 @@ typedef struct dk_transport_unique_id_params {
   char reason[512]; /* [out] what went wrong, or which settings of the user contradict what is wanted; "": nothing */
   uint32_t flags;   /* DK_TRANSPORT_MNNVL */
   uint32_t reserved0;
+  /* host: text, a line "NAME=VALUE" for each further variable that the transport's library reads when it starts; 0:
+   * none. A user's own value of NAME stays, and `reason` says so where it differs. */
+  uint64_t host_settings;
 } dk_transport_unique_id_params;
 int32_t dk_transport_unique_id(dk_transport_unique_id_params *p);
 typedef struct dk_transport_attach_params {
@@ -547,9 +550,10 @@ typedef struct dk_transport_attach_params {
   /* Of dk_transport_unique_id on one rank. A second attach with equal id, rank and num_ranks shares the first one's
    * attachment. */
   uint8_t id[DK_TRANSPORT_ID_BYTES];
-  uint64_t attachment; /* [out] */
-  char version[64];    /* [out] of the transport's library */
-  char reason[512];    /* [out] as in dk_transport_unique_id */
+  uint64_t attachment;    /* [out] */
+  char version[64];       /* [out] of the transport's library */
+  char reason[512];       /* [out] as in dk_transport_unique_id */
+  uint64_t host_settings; /* as in dk_transport_unique_id */
 } dk_transport_attach_params;
 int32_t dk_transport_attach(dk_transport_attach_params *p);
 typedef struct dk_transport_detach_params {

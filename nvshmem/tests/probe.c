@@ -1,5 +1,5 @@
 /* probe.c - calls libdeepep_nvshmem.so and the test transport without a GPU and prints each result as "name: value".
- *   probe LIBRARY info|start [QPS DEPTH PEERS RANKS [FLAGS]]
+ *   probe LIBRARY info|start [QPS DEPTH PEERS RANKS [FLAGS [SETTINGS [SETTINGS OF A SECOND START]]]]
  *   probe LIBRARY layout RANKS PEERS TOKENS HIDDEN EXPERTS RDMA
  *   probe PLUGIN interface NUMBER */
 #include <dlfcn.h>
@@ -45,14 +45,32 @@ static int start(char **numbers) {
                                      .num_nvl_peers = atoi(numbers[2]),
                                      .num_ranks = atoi(numbers[3]),
                                      .flags = numbers[4] ? (uint32_t)atoi(numbers[4]) : 0};
+  if (numbers[4] && numbers[5]) p.host_settings = (uintptr_t)numbers[5];
   printf("id: %d\nreason: %s\n", CALL(dk_transport_unique_id, &p), p.reason);
   int some = 0;
   for (size_t i = 0; i < sizeof p.id; i++) some += p.id[i] != 0;
   printf("bytes of the id that are set: %s\n", some > 4 ? "some" : "none");
-  const char *const names[] = {"NVSHMEM_REMOTE_TRANSPORT", "NVSHMEM_IB_ENABLE_IBGDA", "NVSHMEM_IBGDA_NUM_RC_PER_PE",
-                               "NVSHMEM_QP_DEPTH",         "NVSHMEM_IBGDA_RC_MAP_BY", "NVSHMEM_DISABLE_NCCL",
-                               "NVSHMEM_DISABLE_NVLS",     "CUDA_MODULE_LOADING",     "NVSHMEM_DISABLE_MNNVL"};
+  const char *const names[] = {"NVSHMEM_REMOTE_TRANSPORT",
+                               "NVSHMEM_IB_ENABLE_IBGDA",
+                               "NVSHMEM_IBGDA_NUM_RC_PER_PE",
+                               "NVSHMEM_QP_DEPTH",
+                               "NVSHMEM_IBGDA_RC_MAP_BY",
+                               "NVSHMEM_DISABLE_NCCL",
+                               "NVSHMEM_DISABLE_NVLS",
+                               "CUDA_MODULE_LOADING",
+                               "NVSHMEM_DISABLE_MNNVL",
+                               "NVSHMEM_IB_SL",
+                               "NVSHMEM_HCA_LIST",
+                               "NVSHMEM_IB_TRAFFIC_CLASS"};
   for (size_t i = 0; i < sizeof names / sizeof *names; i++) show_variable(names[i]);
+  if (numbers[4] && numbers[5] && numbers[6]) {
+    p.host_settings = (uintptr_t)numbers[6];
+    printf("second id: %d\nsecond reason: %s\n", CALL(dk_transport_unique_id, &p), p.reason);
+    printf("second ");
+    show_variable("NVSHMEM_IB_SL");
+    printf("second ");
+    show_variable("NVSHMEM_HCA_LIST");
+  }
   dk_transport_attach_params a = {
       .size = sizeof a, .num_ranks = 2, .num_nvl_peers = 1, .num_qps_per_nic = 1, .qp_depth = 1};
   printf("attach: %d\nattach says: %s\n", CALL(dk_transport_attach, &a), a.reason);

@@ -223,6 +223,32 @@ def test_start_keeps_the_users_settings_and_reports_conflicts() -> None:
     assert "NVSHMEM_QP_DEPTH=64 applies" in found["reason"]
 
 
+def test_start_passes_settings_on() -> None:
+    """Lines NAME=VALUE reach NVSHMEM's environment; the user's own stay; a later start's replace them."""
+    both = "NVSHMEM_IB_SL=3\nNVSHMEM_HCA_LIST=mlx5_0:1,mlx5_1"
+    found = probe("start", 1, 128, 8, 16, 0, both, "NVSHMEM_IB_SL=5")
+    assert found["reason"] == "" and found["NVSHMEM_IB_TRAFFIC_CLASS"] == "(none)"
+    assert (found["NVSHMEM_IB_SL"], found["NVSHMEM_HCA_LIST"]) == ("3", "mlx5_0:1,mlx5_1")
+    assert (found["second NVSHMEM_IB_SL"], found["second NVSHMEM_HCA_LIST"]) == ("5", "(none)")
+    found = probe("start", 1, 128, 8, 16, 0, both, NVSHMEM_IB_SL="4")
+    assert found["NVSHMEM_IB_SL"] == "4" and found["NVSHMEM_HCA_LIST"] == "mlx5_0:1,mlx5_1"
+    assert "NVSHMEM_IB_SL=4 is set, 3 is wanted: the value that is set stays" in found["reason"]
+    found = probe("start", 1, 128, 8, 16, 0, both, NVSHMEM_IB_SL="3")
+    assert found["reason"] == ""
+
+
+def test_nvshmem_reads_the_settings_of_nics() -> None:
+    """The variables that carry them stand in this NVSHMEM, whole, without the prefix that it puts before all names."""
+    read = b"".join(
+        (NVSHMEM / "lib" / name).read_bytes() for name in ("libnvshmem_host.so.3", "nvshmem_transport_ibgda.so.3")
+    )
+    names = re.findall(r'"NVSHMEM_(\w+)"', (ROOT / "internal" / "env" / "nics.go").read_text())
+    assert len(names) >= 7
+    known = {name for name in names if b"\0%s\0" % name.encode() in read}
+    later = {"ENABLE_MULTI_PORT"}  # the name that releases after 3.4.5 read
+    assert set(names) - known <= later and (known & {"IBGDA_ENABLE_MULTI_PORT", *later})
+
+
 @pytest.mark.parametrize("ranks", [16, 256, 512, 1024])
 def test_low_latency_of_many_ranks_fits(ranks: int) -> None:
     """A buffer of the size hint has room for calls of one expert a rank, and of several: the hint's own shape."""

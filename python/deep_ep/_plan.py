@@ -144,7 +144,7 @@ def plan(
         low_latency_mode, num_qps_per_rank, allow_nvlink_for_low_latency_mode, enable_shrink: as for Buffer.
         engine: as for Buffer; "cuda" also where there is no GPU.
         timeout, num_nvl_peers: as for Buffer.
-        num_nics: NICs of a rank; None: DEEPEP_NUM_NICS, or the rank's share of those that this machine has.
+        num_nics: NICs of a rank; None: as the settings say, else 1 (docs/internode.md#nics).
         num_local_ranks: ranks that share a host's NICs; None: as many as a node has.
         compute_capability: of the GPUs, 10 * major + minor; None: 90.
         use_fp8_dispatch, allow_multiple_reduction: as for ElasticBuffer.

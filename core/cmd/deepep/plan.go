@@ -1,6 +1,7 @@
 package main
 
 import (
+	"cmp"
 	"fmt"
 	"io"
 	"strconv"
@@ -129,6 +130,10 @@ func (p *sizes) printQueues(t table.Writer) {
 	}
 	t.AppendRow(table.Row{"which are used", p.QPsUsed, "", used})
 	t.AppendRow(table.Row{"NUM_RC_PER_PE", p.QPsPerNIC, "", "NVSHMEM_IBGDA_NUM_RC_PER_PE: toward a peer, on each NIC of a rank, which has " + strconv.Itoa(p.NICs)})
+	if p.Network != nil {
+		t.AppendRow(table.Row{"NICs", p.NICs, "", fmt.Sprintf("of a rank: %s; service level %d, traffic class %d",
+			cmp.Or(p.Network.NICMapping, p.Network.NICs, "the nearest"), p.Network.ServiceLevel, p.Network.TrafficClass)})
+	}
 	depth := fmt.Sprintf("B tokens want %d, 2 × (B + 1) to a power of two: with less a full queue pair makes a call wait", p.QPDepthForTokens)
 	switch {
 	case p.MaxTokens == 0:
@@ -164,6 +169,11 @@ func (p *sizes) printLimits(w io.Writer) error {
 	lines := ""
 	if p.Library == "" {
 		lines += "No kernel library can be loaded: what it keeps for itself is not in the sum. " + p.Reason + "\n"
+	}
+	if p.Network != nil {
+		for _, warning := range p.Network.Warnings {
+			lines += warning + "\n"
+		}
 	}
 	if p.QPPeers == 0 {
 		lines += "One node: no queue pairs, no RDMA.\n"

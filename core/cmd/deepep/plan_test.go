@@ -124,6 +124,40 @@ func TestPlanTable(t *testing.T) {
 	}
 }
 
+// What NVSHMEM is told of the NICs, and what it cannot have together, without a GPU or a NIC.
+func TestPlanShowsTheSettingsOfNICs(t *testing.T) {
+	t.Setenv("DEEPEP_KERNELS", t.TempDir())
+	arguments := []string{"plan", "--ranks", "16", "--engine", "cuda"}
+	out, _, code := deepep(t, arguments...)
+	if code != 0 || !strings.Contains(out, "of a rank: the nearest; service level 0, traffic class 0") {
+		t.Errorf("code %d:\n%s", code, out)
+	}
+	for name, value := range map[string]string{"DEEPEP_NUM_NICS": "2", "DEEPEP_NICS": "mlx5_0,mlx5_1:1", "DEEPEP_SERVICE_LEVEL": "3", "NVSHMEM_IB_TRAFFIC_CLASS": "106"} {
+		t.Setenv(name, value)
+	}
+	out, _, code = deepep(t, arguments...)
+	if code != 0 || !strings.Contains(out, "of a rank: mlx5_0,mlx5_1:1; service level 3, traffic class 106") || !strings.Contains(out, "on each NIC of a rank, which has 2") {
+		t.Errorf("code %d:\n%s", code, out)
+	}
+	p := planned(t, arguments[1:]...)
+	lines := []string{"NVSHMEM_HCA_LIST=mlx5_0,mlx5_1:1", "NVSHMEM_IB_SL=3", "NVSHMEM_IB_TRAFFIC_CLASS=106", "NVSHMEM_IBGDA_ENABLE_MULTI_PORT=1", "NVSHMEM_ENABLE_MULTI_PORT=1"}
+	if p.Network == nil || !slices.Equal(p.Network.Variables, lines) || p.QPsPerNIC != 12 {
+		t.Errorf("%+v", p.Network)
+	}
+	if p := planned(t, "--ranks", "16", "--engine", "cpu"); p.Network != nil {
+		t.Errorf("the software RDMA has NICs: %+v", p.Network)
+	}
+	t.Setenv("NVSHMEM_ENABLE_NIC_PE_MAPPING", "1")
+	out, _, code = deepep(t, arguments...)
+	if code != 0 || !strings.Contains(out, "DEEPEP_NUM_NICS: it asks for 2 NICs a rank, and NVSHMEM gives each rank one") || !strings.Contains(out, "a rank, which has 1") {
+		t.Errorf("code %d:\n%s", code, out)
+	}
+	t.Setenv("NVSHMEM_IB_SL", "4")
+	if _, stderr, code := deepep(t, arguments...); code == 0 || !strings.Contains(stderr, `variable NVSHMEM_IB_SL: got "4", allowed "3", which DEEPEP_SERVICE_LEVEL says`) {
+		t.Errorf("code %d, %q", code, stderr)
+	}
+}
+
 // The command reads the settings that construction reads, and refuses what it refuses.
 func TestPlanReadsTheSettings(t *testing.T) {
 	for name, want := range map[string]string{"NUM_MAX_NVL_PEERS=4": "16 ranks on 4 nodes", "DEEPEP_NUM_QPS_PER_RANK=3": "3 to each of 8 ranks",

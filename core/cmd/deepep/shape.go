@@ -61,49 +61,60 @@ func (s *shape) options() core.PlanOptions {
 type sizes struct {
 	core.BufferPlan `json:"-"`
 
-	Ranks            int     `json:"ranks"`
-	Nodes            int     `json:"nodes"`
-	Experts          int     `json:"experts"`
-	LocalExperts     int     `json:"local_experts"`
-	Hidden           int     `json:"hidden"`
-	TopK             int     `json:"top_k"`
-	Tokens           int     `json:"tokens"`
-	MaxTokens        int     `json:"max_tokens"`
-	Engine           string  `json:"engine"`
-	DispatchSMsFP8   int     `json:"sms_dispatch_fp8"` // of normal-mode calls without a number of their own
-	DispatchSMsBF16  int     `json:"sms_dispatch_bf16"`
-	CombineSMs       int     `json:"sms_combine"`
-	Channels         int     `json:"channels"`
-	NVLBytes         uint64  `json:"num_nvl_bytes"`         // normal mode
-	RDMABytes        uint64  `json:"num_rdma_bytes_normal"` // normal mode between nodes
-	LLBytes          uint64  `json:"num_rdma_bytes_low_latency"`
-	Library          string  `json:"library"`           // the file of PrivateBytes; "" if no kernel library was found
-	Reason           string  `json:"reason,omitempty"`  // why none was found
-	ControlBytes     uint64  `json:"control_bytes"`     // flags and counts that the library adds
-	WireBytes        uint64  `json:"wire_bytes"`        // staging that the library adds
-	PrivateBytes     uint64  `json:"private_bytes"`     // both
-	TotalBytes       uint64  `json:"total_bytes"`       // one buffer for both modes
-	RowSegmentBytes  uint64  `json:"row_segment_bytes"` // for received rows of normal mode, beside the buffer
-	ElasticBytes     uint64  `json:"elastic_bytes"`     // num_bytes of a V2 buffer; 0: of V1's
-	ElasticSMs       int     `json:"elastic_sms"`       // of its calls, at most
-	OutputFP8        uint64  `json:"output_bytes_fp8"`  // of one low-latency dispatch
-	OutputBF16       uint64  `json:"output_bytes_bf16"` // likewise
-	QPsPerPeer       int     `json:"qps_per_peer"`      // 0 without queue pairs
-	QPsUsed          int     `json:"qps_used"`          // of them the calls have use for so many
-	NICs             int     `json:"nics"`              // of a rank
-	QPsPerNIC        int     `json:"qps_per_nic"`       // toward a peer, on each of a rank's NICs
-	QPPeers          int     `json:"qp_peers"`          // ranks that one rank reaches through queue pairs
-	QPs              int     `json:"qps"`               // of one rank in all: NVSHMEM makes them inside a node too
-	QPDepth          int     `json:"qp_depth"`
-	QPDepthForTokens int     `json:"qp_depth_for_tokens"` // with which no call waits for room; 0: none is deep enough
-	QPRank           int     `json:"qp_rank"`
-	RDMATeam         []int   `json:"rdma_team"` // of QPRank: the rank of its index on each node
-	QPOrder          []int32 `json:"qp_order"`  // peers of QPRank in the order in which their queue pairs are made
-	TimeoutMS        int64   `json:"timeout_ms"`
-	FirstTimeoutMS   int64   `json:"first_timeout_ms"`
-	MemoryBytes      uint64  `json:"memory_bytes,omitempty"`
-	LargestB         int     `json:"largest_max_tokens,omitempty"`
-	LimitedBy        string  `json:"limited_by,omitempty"`
+	Ranks            int      `json:"ranks"`
+	Nodes            int      `json:"nodes"`
+	Experts          int      `json:"experts"`
+	LocalExperts     int      `json:"local_experts"`
+	Hidden           int      `json:"hidden"`
+	TopK             int      `json:"top_k"`
+	Tokens           int      `json:"tokens"`
+	MaxTokens        int      `json:"max_tokens"`
+	Engine           string   `json:"engine"`
+	DispatchSMsFP8   int      `json:"sms_dispatch_fp8"` // of normal-mode calls without a number of their own
+	DispatchSMsBF16  int      `json:"sms_dispatch_bf16"`
+	CombineSMs       int      `json:"sms_combine"`
+	Channels         int      `json:"channels"`
+	NVLBytes         uint64   `json:"num_nvl_bytes"`         // normal mode
+	RDMABytes        uint64   `json:"num_rdma_bytes_normal"` // normal mode between nodes
+	LLBytes          uint64   `json:"num_rdma_bytes_low_latency"`
+	Library          string   `json:"library"`           // the file of PrivateBytes; "" if no kernel library was found
+	Reason           string   `json:"reason,omitempty"`  // why none was found
+	ControlBytes     uint64   `json:"control_bytes"`     // flags and counts that the library adds
+	WireBytes        uint64   `json:"wire_bytes"`        // staging that the library adds
+	PrivateBytes     uint64   `json:"private_bytes"`     // both
+	TotalBytes       uint64   `json:"total_bytes"`       // one buffer for both modes
+	RowSegmentBytes  uint64   `json:"row_segment_bytes"` // for received rows of normal mode, beside the buffer
+	ElasticBytes     uint64   `json:"elastic_bytes"`     // num_bytes of a V2 buffer; 0: of V1's
+	ElasticSMs       int      `json:"elastic_sms"`       // of its calls, at most
+	OutputFP8        uint64   `json:"output_bytes_fp8"`  // of one low-latency dispatch
+	OutputBF16       uint64   `json:"output_bytes_bf16"` // likewise
+	QPsPerPeer       int      `json:"qps_per_peer"`      // 0 without queue pairs
+	QPsUsed          int      `json:"qps_used"`          // of them the calls have use for so many
+	NICs             int      `json:"nics"`              // of a rank
+	QPsPerNIC        int      `json:"qps_per_nic"`       // toward a peer, on each of a rank's NICs
+	Network          *network `json:"network,omitempty"` // what NVSHMEM is told of the NICs
+	QPPeers          int      `json:"qp_peers"`          // ranks that one rank reaches through queue pairs
+	QPs              int      `json:"qps"`               // of one rank in all: NVSHMEM makes them inside a node too
+	QPDepth          int      `json:"qp_depth"`
+	QPDepthForTokens int      `json:"qp_depth_for_tokens"` // with which no call waits for room; 0: none is deep enough
+	QPRank           int      `json:"qp_rank"`
+	RDMATeam         []int    `json:"rdma_team"` // of QPRank: the rank of its index on each node
+	QPOrder          []int32  `json:"qp_order"`  // peers of QPRank in the order in which their queue pairs are made
+	TimeoutMS        int64    `json:"timeout_ms"`
+	FirstTimeoutMS   int64    `json:"first_timeout_ms"`
+	MemoryBytes      uint64   `json:"memory_bytes,omitempty"`
+	LargestB         int      `json:"largest_max_tokens,omitempty"`
+	LimitedBy        string   `json:"limited_by,omitempty"`
+}
+
+// network is core.Network.
+type network struct {
+	NICs         string   `json:"nics"`        // those that ranks may use; "": all
+	NICMapping   string   `json:"nic_mapping"` // those of each rank of a host; "": the nearest
+	ServiceLevel int      `json:"service_level"`
+	TrafficClass int      `json:"traffic_class"`
+	Variables    []string `json:"variables"` // that NVSHMEM gets, "NAME=VALUE"
+	Warnings     []string `json:"warnings,omitempty"`
 }
 
 // plan computes the sizes. The error names an argument or a setting that is out of range.
@@ -116,7 +127,12 @@ func (s *shape) plan() (*sizes, error) {
 	if s.elastic.NumMaxTokens != 0 { // the plan is for V2's calls alone
 		tokens, maxTokens, nvl, rdma = 0, 0, p.Info.NVLBytes, p.Info.RDMABytes
 	}
+	var net *network
+	if n := p.Network; p.QPPeers > 0 && p.Engine == core.EngineCUDA {
+		net = &network{n.NICs, n.NICMapping, n.ServiceLevel, n.TrafficClass, append([]string{}, n.Lines...), n.Warnings}
+	}
 	return &sizes{
+		Network:    net,
 		BufferPlan: p, Ranks: s.ranks, Nodes: p.NumRDMARanks, Experts: s.experts, LocalExperts: p.LocalExperts, Hidden: s.hidden, TopK: s.topK,
 		Tokens: tokens, MaxTokens: maxTokens, Engine: p.Engine, DispatchSMsFP8: p.DispatchSMsFP8, DispatchSMsBF16: p.DispatchSMsBF16,
 		CombineSMs: p.CombineSMs, Channels: p.NumChannels, NVLBytes: nvl, RDMABytes: rdma, LLBytes: p.LowLatencyHint,

@@ -281,14 +281,20 @@ static void stick(void) {
   while (!heap_released) usleep(1000);
 }
 
+static const char *settings(uint64_t text) {
+  static char shown[256];
+  shown[0] = 0;
+  if (*(const char *)(uintptr_t)text) snprintf(shown, sizeof shown, " [%s]", (const char *)(uintptr_t)text);
+  return shown;
+}
 int32_t dk_transport_unique_id(dk_transport_unique_id_params *p) {
   if (heap_mood == HEAP_NO_ID) {
     strcpy(p->reason, "3.3.8 is too old");
     return DK_EVERSION;
   }
   memset(p->id, 'i', sizeof p->id);
-  NOTE("id for %d ranks, %d a node, %d x %d flags %d\n", p->num_ranks, p->num_nvl_peers, p->num_qps_per_nic,
-       p->qp_depth, (int)p->flags);
+  NOTE("id for %d ranks, %d a node, %d x %d flags %d%s\n", p->num_ranks, p->num_nvl_peers, p->num_qps_per_nic,
+       p->qp_depth, (int)p->flags, settings(p->host_settings));
   return 0;
 }
 int32_t dk_transport_attach(dk_transport_attach_params *p) {
@@ -297,8 +303,8 @@ int32_t dk_transport_attach(dk_transport_attach_params *p) {
     return DK_ESYSTEM;
   }
   if (heap_mood == HEAP_STUCK_START) stick();
-  NOTE("attach %d of %d by %c%c flags %d\n", p->rank, p->num_ranks, p->id[0], p->id[DK_TRANSPORT_ID_BYTES - 1],
-       (int)p->flags);
+  NOTE("attach %d of %d by %c%c flags %d%s\n", p->rank, p->num_ranks, p->id[0], p->id[DK_TRANSPORT_ID_BYTES - 1],
+       (int)p->flags, settings(p->host_settings));
   strcpy(p->version, "fake 1");
   heap_ranks = p->num_ranks;
   p->attachment = 5;
