@@ -188,9 +188,16 @@ func (r *regrouping) meet(ctx context.Context) (*Group, error) {
 	g.owned = true
 	g.inherit(r.heir())
 	g.adopt(pending)
-	pending.Follows(func(rank int) bool { // ranks that are still in propose wait, as this one does
+	pending.Follows(func(rank int) (awaited int, waits bool) { // ranks that are still in propose wait, as this one does
 		old := r.was[rank]
-		return old >= 0 && r.g.link.channel.Awaits(old) >= 0
+		if old < 0 {
+			return -1, false
+		}
+		before := r.g.link.channel.Awaits(old)
+		if before < 0 {
+			return -1, false
+		}
+		return slices.Index(r.was, before), true
 	})
 	return g, g.connect(ctx, pending, false)
 }

@@ -17,8 +17,8 @@ type Pending struct {
 	nonce     [16]byte
 	noPidfd   bool
 	listeners []net.Listener
-	elder     func(rank int) bool // see Follows
-	onConnect func(*connector)    // of tests: called when the ranks begin to dial
+	elder     Elder            // see Follows
+	onConnect func(*connector) // of tests: called when the ranks begin to dial
 }
 
 // Open makes a Channel with one gather on ex: Begin and Connect together.

@@ -75,9 +75,9 @@ type Channel struct {
 	onNote   func(rank int, note []byte)
 	onWord   func(rank int, tag string, word []byte)
 	nextID   int
-	waits    int                 // of this rank, of which the others were told
-	heard    []heardWait         // what other ranks said of theirs
-	elder    func(rank int) bool // nil, or whether a rank still waits in the channel that this one follows
+	waits    int         // of this rank, of which the others were told
+	heard    []heardWait // what other ranks said of theirs
+	elder    Elder       // nil: this channel follows none
 	closed   bool
 	done     chan struct{} // closed at the end of Close
 }

@@ -116,12 +116,31 @@ func TestConnectSparesRanksThatWait(t *testing.T) {
 	for _, late := range p[1:] {
 		defer late.Close()
 	}
-	p[0].Follows(func(rank int) bool { return rank != 2 })
+	p[0].Follows(func(rank int) (int, bool) { return -1, rank != 2 })
 	_, err := p[0].Connect(soon(t))
 	wantError(t, err, status.Timeout, "connecting: rank 2 (host ", " not joined after 0.", "s (ranks 1, 3 wait too)")
 	if strings.Contains(err.Error(), "rank 3 (") {
 		t.Errorf("the error blames a rank that waits: %v", err)
 	}
+}
+
+// Rank 1 alone is missing, because it waits for rank 2 elsewhere: the error names rank 2 last.
+func TestConnectNamesWhomTheMissingRankWaitsFor(t *testing.T) {
+	p := beginAll(t, 3)
+	defer p[1].Close()
+	for r := range 3 {
+		p[r].Follows(func(rank int) (int, bool) { return 2, rank == 1 })
+	}
+	errs := each(3, func(r int) (err error) {
+		switch r {
+		case 0:
+			_, err = p[0].Connect(soon(t))
+		case 2:
+			_, err = p[2].Connect(proctest.Context(t)) // until rank 0 leaves
+		}
+		return err
+	})
+	wantError(t, errs[0], status.Timeout, "rank 1 (host ", " not joined after 0.", " s, which waits for rank 2 (host ")
 }
 
 func TestConnectToRankThatGaveUp(t *testing.T) {

@@ -153,9 +153,20 @@ func (c *Channel) Awaits(rank int) int {
 	return c.heard[rank].rank()
 }
 
-// isWaiting reports whether a rank waits, here or in the channel that this one follows. Needs c.mu.
+// awaits is whom a rank waits for, here or in the channel that this one follows. Needs c.mu.
+func (c *Channel) awaits(rank int) (awaited int, waits bool) {
+	if awaited = c.heard[rank].rank(); awaited >= 0 {
+		return awaited, true
+	}
+	if c.elder == nil {
+		return -1, false
+	}
+	return c.elder(rank)
+}
+
 func (c *Channel) isWaiting(rank int) bool {
-	return c.heard[rank].rank() >= 0 || c.elder != nil && c.elder(rank)
+	_, waits := c.awaits(rank)
+	return waits
 }
 
 // toBlame are those of the missing ranks that do not wait themselves; all where each does. Needs c.mu.
@@ -168,21 +179,19 @@ func (c *Channel) toBlame(missing []int) []int {
 }
 
 // endOfWaits is the rank that the first of the missing ranks waits for, or that one waits for, and so on, where all of
-// them wait; -1 where one does not, where they wait for this rank, or in a circle. Needs c.mu.
+// them wait; -1 where one does not, where they wait for this rank, for one that is not of this channel, or in a circle.
+// Needs c.mu.
 func (c *Channel) endOfWaits(missing []int) int {
 	if !c.isWaiting(missing[0]) || c.toBlame(missing)[0] != missing[0] {
 		return -1
 	}
 	at := missing[0]
 	for range c.peers {
-		next := c.heard[at].rank()
-		if next < 0 {
-			if at == missing[0] { // known from the channel that this one follows
-				return -1
-			}
+		next, waits := c.awaits(at)
+		if !waits {
 			return at
 		}
-		if at = next; at == c.rank {
+		if at = next; at < 0 || at == c.rank {
 			return -1
 		}
 	}
@@ -221,6 +230,9 @@ func (c *Channel) lateError(ctx context.Context, tag string, missing []int, wait
 	return ctxError(ctx, fmt.Sprintf("exchange %q: nothing from %s after %.1f s%s", tag, names, waited.Seconds(), others))
 }
 
-// Follows tells a channel that is being opened of the one that it follows: elder reports whether a rank still waits
-// there. Before Connect.
-func (p *Pending) Follows(elder func(rank int) bool) { p.elder = elder }
+// Elder reports whether a rank still waits in the channel that another one follows, and for whom: -1 for one that is not
+// of the new channel. Ranks are numbered as in the new one.
+type Elder func(rank int) (awaited int, waits bool)
+
+// Follows tells a channel that is being opened of the one that it follows. Before Connect.
+func (p *Pending) Follows(elder Elder) { p.elder = elder }
