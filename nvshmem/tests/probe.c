@@ -100,6 +100,7 @@ static int layout(char **numbers) {
   dk_block_sizes_params b = {
       .size = sizeof b, .num_ranks = n[0], .num_nvl_peers = n[1], .rdma_bytes = strtoull(numbers[5], NULL, 10)};
   printf("layout: %d\nsizes: %d\n", CALL(dk_ll_layout, &l), CALL(dk_block_sizes, &b));
+  printf("control: %llu\n", (unsigned long long)b.control_bytes);
   printf("wire: %llu of %llu\nrdma: %llu\n", (unsigned long long)l.wire_bytes, (unsigned long long)b.wire_bytes,
          (unsigned long long)l.rdma_bytes);
   return 0;

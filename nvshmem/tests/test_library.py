@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import pathlib
 import re
@@ -257,6 +258,19 @@ def test_low_latency_of_many_ranks_fits(ranks: int) -> None:
         sizes = probe("layout", ranks, 8, tokens, hidden, ranks * each, rows * (2 * hidden + 4 * (hidden // 128)) + 64)
         wanted, there = map(int, sizes["wire"].split(" of "))
         assert sizes["layout"] == sizes["sizes"] == "0" and wanted <= there, (tokens, hidden, each, sizes)
+
+
+def test_memory_of_a_rank_grows_with_the_ranks() -> None:
+    """Twice the ranks need at most twice the flags, counts and headers. The matrix of counts is not in it: as on one
+    node 12 bytes a pair of ranks, and between nodes as much again for messages and their sources."""
+    rdma = 4 * 1024 * 128 * (2 * 7168 + 4 * 56)
+    found = []
+    for ranks in (64, 128, 256, 512, 1024):
+        sizes = probe("layout", ranks, 8, 128, 7168, ranks, rdma)
+        assert sizes["layout"] == sizes["sizes"] == "0"
+        found.append((int(sizes["control"]) - 24 * ranks**2, int(sizes["wire"].split(" of ")[0])))
+    for half, whole in itertools.pairwise(found):
+        assert all(0 < large <= 2.1 * small for small, large in zip(half, whole, strict=True)), found
 
 
 @pytest.mark.parametrize(
