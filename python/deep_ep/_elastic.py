@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import operator
 import os
 from dataclasses import dataclass, field
 from typing import Any
@@ -538,9 +539,12 @@ def _cut_short(sending: Sending, error: BaseException) -> None:
     sending.order.leave()
 
 
+_library_tensors = operator.attrgetter(*TENSORS[1:])
+
+
 def library_tensors(handle: EPHandle) -> tuple[OptionalTensor, ...]:
     """What the library reads and writes of a handle, beside topk_idx."""
-    return tuple(getattr(handle, name) for name in TENSORS[1:])
+    return _library_tensors(handle)
 
 
 def scale_column(rows: int) -> int:

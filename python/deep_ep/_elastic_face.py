@@ -6,12 +6,13 @@ As in normal mode (_normal_face) these are synchronous calls without events, who
 from __future__ import annotations
 
 import ctypes
+import operator
 from collections.abc import Sequence
 from typing import Any
 
 from . import _abi, _face, _torch, errors
 from ._core import Core, Ordering
-from ._elastic import Combined, Dispatched, ElasticMode, EPHandle, Shape, library_tensors, scale_column
+from ._elastic import TENSORS, Combined, Dispatched, ElasticMode, EPHandle, Sending, Shape, scale_column
 from ._face import Program, Site, Source, address, constant, number, size, stride
 from ._native import Launch
 from ._normal_face import EXCHANGE, POLL_NS, Missing
@@ -27,6 +28,8 @@ _FIELDS = (
 METADATA, SLOTS, MATRIX, HEAD = range(3, 7)
 X, SCALES, IDX, WEIGHTS, STATS = range(5)  # the tensors of a dispatch without a handle, in front in its sites
 _FRESH = (_ROWS, _ROWS, _ROWS, _ROWS, ())
+_CHOSEN = ("do_expand", "num_sms", "num_experts", "expert_alignment", "num_max_tokens_per_rank")
+_of_handle = operator.attrgetter(*TENSORS, *_CHOSEN)
 Inputs = tuple[Any, ...]
 
 
@@ -35,13 +38,15 @@ class Kind:
 
     __slots__ = ("shape", "padding", "columns", "copies_topk", "worst", "config", "num_sms", "scalars")
 
-    def __init__(
-        self, shape: Shape, padding: bool, columns: bool, copies_topk: bool, worst: bool, config: Any, num_sms: int
-    ) -> None:
+    def __init__(self, sending: Sending, num_sms: int) -> None:
         """`num_sms` is for a new handle."""
-        self.shape, self.padding, self.columns = shape, padding, columns
-        self.copies_topk, self.worst, self.config, self.num_sms = copies_topk, worst, config, num_sms
-        self.scalars = (shape.num_experts, shape.num_max, shape.alignment, shape.expand, padding, columns)
+        shape = self.shape = sending.shape
+        self.padding, self.columns = sending.padding, sending.columns
+        self.copies_topk, self.worst = sending.copies_topk, sending.worst
+        self.config, self.num_sms = sending.config, num_sms
+        self.scalars = (
+            shape.num_experts, shape.num_max, shape.alignment, shape.expand, self.padding, self.columns,
+        )  # fmt: skip
 
 
 class ElasticFace:
@@ -59,8 +64,9 @@ class ElasticFace:
         self._notify = Site(core, _FRESH, 7, 3, strided=(SCALES,))
         self._send = Site(core, (*_FRESH, *_MADE[:METADATA], *_MADE[SLOTS:], _ROWS), 6, 10, strided=(SCALES,))
         self._worst = Site(core, (*_FRESH, _ROWS), 7, 5, strided=(SCALES,))
-        self._again = Site(core, (_ROWS, _ROWS, _ROWS, _ROWS, *_MADE, _ROWS), 7, 8, strided=(SCALES,))
-        self._combine = Site(core, (_ROWS, _ROWS, _ROWS, _ROWS, _ROWS, *_MADE), 4, 4)
+        of_handle = _ROWS, *_MADE  # topk_idx and library_tensors; with _CHOSEN what _of_handle gives
+        self._again = Site(core, (_ROWS, _ROWS, _ROWS, _ROWS, *of_handle), len(_CHOSEN) + 10, 7, strided=(SCALES,))
+        self._combine = Site(core, (_ROWS, _ROWS, _ROWS, _ROWS, *of_handle), len(_CHOSEN) + 2, 3)
 
     # ---- calls. They return the result of ElasticBuffer's method, or why there is none: nothing was launched then
 
@@ -167,33 +173,40 @@ class ElasticFace:
         return x if scales is None else (x, scales), idx, weights, handle, no_event()
 
     def again(
-        self, x: Any, scales: OptionalTensor, topk_weights: OptionalTensor, handle: EPHandle, kind: Kind
+        self, x: Any, scales: Any, topk_weights: Any, handle: EPHandle, expand: object, *chosen: Any
     ) -> Dispatched | Missing | None:
-        """ElasticBuffer.dispatch with a handle."""
-        if type(x) is not Tensor or x.dim() != 2 or type(handle.recv_src_metadata) is not Tensor:
+        """ElasticBuffer.dispatch with a handle; `chosen`: its other arguments, those that are numbers or flags."""
+        metadata = handle.recv_src_metadata
+        if type(x) is not Tensor or x.dim() != 2 or type(metadata) is not Tensor:
             return None
-        expand = kind.shape.expand
-        rows = handle.num_recv_tokens if expand or not handle.do_expand else handle.recv_src_metadata.shape[0]
+        if expand is True or expand is False and not handle.do_expand:
+            rows = handle.num_recv_tokens
+        elif expand is False and metadata.dim():
+            rows = metadata.shape[0]
+        else:
+            return None
         if type(rows) is not int or not 0 <= rows < 2**31:
             return None
+        held = _of_handle(handle)
         given, segment, offset = self._mode.rows_for(x, rows)
         got = self._again.run(
-            self._core.take_launch_with_event(), x, scales, topk_weights, handle.topk_idx, *library_tensors(handle),
-            given, handle.do_expand, *kind.scalars, rows, getattr(handle.token_metadata_at_forward, EXCHANGE, 0),
-            segment, offset, scale_column(rows), ctypes.addressof(kind.config),
+            self._core.take_launch_with_event(), x, scales, topk_weights, given, *held, expand, *chosen, rows,
+            getattr(handle.token_metadata_at_forward, EXCHANGE, 0), segment, offset, scale_column(rows),
         )  # fmt: skip
         if type(got) is not tuple:
             return Missing.of(got, given)
         recv_x: Any = given if got[0] is None else got[0]
-        return self._received(handle, kind.columns, rows, recv_x, *got[1:])
+        return self._received(handle, chosen[-1], rows, recv_x, *got[1:])
 
-    def combine(self, x: Any, handle: EPHandle, topk_weights: Any, bias: Any, config: Any) -> Combined | Missing | None:
+    def combine(
+        self, x: Any, handle: EPHandle, topk_weights: Any, bias: Any, num_sms: object, num_qps: object
+    ) -> Combined | Missing | None:
         """ElasticBuffer.combine."""
         first, second = bias if type(bias) is tuple and len(bias) == 2 else (bias, None)
+        held = _of_handle(handle)
         got = self._combine.run(
-            self._core.take_launch_with_event(), x, topk_weights, first, second, handle.topk_idx,
-            *library_tensors(handle), handle.do_expand, handle.num_experts, handle.num_max_tokens_per_rank,
-            handle.expert_alignment, getattr(handle.token_metadata_at_forward, EXCHANGE, 0), ctypes.addressof(config),
+            self._core.take_launch_with_event(), x, topk_weights, first, second, *held, num_sms, num_qps,
+            getattr(handle.token_metadata_at_forward, EXCHANGE, 0),
         )  # fmt: skip
         return (*got, no_event()) if type(got) is tuple else Missing.of(got)
 
@@ -293,8 +306,8 @@ class ElasticFace:
     ) -> None:
         """Results: what is received."""
         core, p = self._core, Program(self._core.device)
-        rows, exchange, segment, offset, column, config, stream_of, event = map(number, range(8))
-        idx, first = 3, 4
+        rows, exchange, segment, offset, column, stream_of, event = map(number, range(7))
+        given, idx, first = 3, 4, 5
         for place in (SCALES, 2, idx, first + SLOTS, first + HEAD):
             if place not in (SCALES, 2) or (scales, topk_weights)[place - 1] is not None:
                 p.same(size(place, 0), size(X, 0))
@@ -304,8 +317,9 @@ class ElasticFace:
         native = self._handle(p, handle.topk_idx, kind.shape, address(idx), made, size(idx, 0), arrived, expanded,
                               exchange)  # fmt: skip
         args = self._dispatch_args(p, (x, scales), topk_weights, 2, handle.topk_idx, kind, rows, native,
-                                   missing.recv_x, first + len(_MADE), segment, offset, column)  # fmt: skip
+                                   missing.recv_x, given, segment, offset, column)  # fmt: skip
         p.write(args, _abi.DispatchArgs, "cached", constant(1))
+        config = constant(ctypes.addressof(kind.config))
         p.call(self._lib.deepep_dispatch, args, _face.call_struct(core, p, config, stream_of, event))
         self._again.add(missing.key, p)
 
@@ -316,8 +330,9 @@ class ElasticFace:
         handle: EPHandle,
         topk_weights: OptionalTensor,
         biases: Sequence[OptionalTensor],
+        config: Any,
     ) -> None:
-        """Results: combined_x and combined_topk_weights."""
+        """Results: combined_x and combined_topk_weights. `config` lives as long as the buffer."""
         core, p = self._core, Program(self._core.device)
         num_topk, hidden, expand = int(handle.topk_idx.shape[1]), int(x.shape[1]), bool(handle.do_expand)
         idx, first = 4, 5
@@ -351,7 +366,8 @@ class ElasticFace:
         bias_at = place + _abi.CombineArgs.bias.offset
         p.write_at(bias_at, address(2))
         p.write_at(bias_at + 8, address(3))
-        p.call(self._lib.deepep_combine, place, _face.call_struct(core, p, number(1), number(2), number(3)))
+        chosen = constant(ctypes.addressof(config))
+        p.call(self._lib.deepep_combine, place, _face.call_struct(core, p, chosen, number(1), number(2)))
         self._combine.add(missing.key, p)
 
     # ---- parts of plans

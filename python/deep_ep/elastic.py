@@ -540,31 +540,34 @@ class ElasticBuffer(BufferBase):
         data, scales = x if type(x) is tuple and len(x) == 2 else (x, None)
         if previous_event is None and before_epilogue is None and is_async is False and on_comm is False:
             face = self._opened_face()
-        if face is not None:
-            chosen = num_experts, num_max_tokens, alignment, num_sms, num_qps, copies_topk, cpu_sync, expand, padding
-            key = _key(handle, topk_idx, stats, *chosen, columns)
+        numbers = num_experts, num_max_tokens, alignment, num_sms, num_qps, copies_topk, cpu_sync, padding, columns
+        if face is None:
+            pass
+        elif handle is not None:
+            if type(handle) is EPHandle and topk_idx is None and stats is None:
+                missing = face.again(data, scales, topk_weights, handle, expand, *numbers)
+        else:
+            key = _key(topk_idx, expand, *numbers)
             kind = None if key is None else self._kinds.get(key)
-        inputs = (data, scales, topk_idx, topk_weights, stats)
-        if face is not None and kind is not None:
-            if handle is not None:
-                missing = face.again(data, scales, topk_weights, handle, kind)
-            elif kind.worst or self._core.host_stream or not _torch.is_capturing():
-                missing = face.fresh(inputs, kind)
-            if type(missing) is tuple:
-                return missing
+            if kind is not None and (kind.worst or self._core.host_stream or not _torch.is_capturing()):
+                missing = face.fresh((data, scales, topk_idx, topk_weights, stats), kind)
+        if type(missing) is tuple:
+            return missing
         sending, known = self._prepare(
             x, topk_idx, topk_weights, stats, num_experts, num_max_tokens, alignment, num_sms, num_qps, previous_event,
             is_async, on_comm, handle, copies_topk, cpu_sync, expand, padding, columns,
         )  # fmt: skip
         sending.order.wait_too(before_epilogue)
         result = self._mode.send(sending, known) if handle is None else self._mode.resend(sending, handle)
-        if face is not None and key is not None:
-            if kind is None:
-                self._learn(key, sending, known)
-            elif isinstance(missing, Missing) and handle is not None:
-                face.add_again(missing, data, scales, topk_weights, handle, kind)
-            elif isinstance(missing, Missing):
-                face.add_fresh(missing, inputs, kind)
+        if face is not None and isinstance(missing, Missing):
+            if handle is not None:
+                face.add_again(missing, data, scales, topk_weights, handle, Kind(sending, known))
+            elif kind is not None:
+                face.add_fresh(missing, (data, scales, topk_idx, topk_weights, stats), kind)
+        elif key is not None and kind is None:
+            if len(self._kinds) >= MAX_PLANS:
+                self._kinds.clear()
+            self._kinds[key] = Kind(sending, known)  # what the checks have found, for calls with the same numbers
         return result
 
     def _opened_face(self) -> ElasticFace | None:
@@ -575,15 +578,6 @@ class ElasticBuffer(BufferBase):
             self._has_face = self._face is not None
         own = not core.host_stream and core.raw_stream() == core.comm_stream_address
         return None if own else self._face
-
-    def _learn(self, key: Any, sending: Sending, num_sms: int) -> None:
-        """Notes what the checks of a call have found, for later ones with the same numbers."""
-        if len(self._kinds) >= MAX_PLANS:
-            self._kinds.clear()
-        self._kinds[key] = Kind(
-            sending.shape, sending.padding, sending.columns, sending.copies_topk, sending.worst, sending.config,
-            num_sms,
-        )  # fmt: skip
 
     def _prepare(
         self,
@@ -665,14 +659,11 @@ class ElasticBuffer(BufferBase):
         on_comm: bool,
     ) -> Combined:
         self._enter()
-        face, key, missing, config = None, None, None, None
+        face, missing = None, None
         if previous_event is None and before_epilogue is None and is_async is False and on_comm is False:
             face = self._opened_face()
-        if face is not None:
-            key = _key(handle, None, None, num_sms, num_qps)
-            config = None if key is None else self._kinds.get(key)
-        if face is not None and config is not None:
-            missing = face.combine(x, handle, topk_weights, bias, config)
+        if face is not None and type(handle) is EPHandle:
+            missing = face.combine(x, handle, topk_weights, bias, num_sms, num_qps)
             if type(missing) is tuple:
                 return missing
         self._mode.check_handle(handle)
@@ -680,12 +671,9 @@ class ElasticBuffer(BufferBase):
         order = Order(self._core, previous_event, is_async, on_comm)
         order.wait_too(before_epilogue)
         result = self._mode.combine(x, handle, topk_weights, bias, given, order)
-        if face is not None and key is not None:
-            if config is None:
-                self._kinds[key] = self._mode.config(1, given)
-            elif isinstance(missing, Missing):
-                biases = bias if isinstance(bias, tuple) else (bias, None)
-                face.add_combine(missing, x, handle, topk_weights, biases)
+        if face is not None and isinstance(missing, Missing):
+            biases = bias if isinstance(bias, tuple) else (bias, None)
+            face.add_combine(missing, x, handle, topk_weights, biases, self._mode.config(1, given))
         return result
 
     def _resolve_sms(
@@ -730,25 +718,14 @@ class ElasticBuffer(BufferBase):
         return number
 
 
-def _key(handle: object, topk_idx: object, stats: object, *values: Any) -> Any:
-    """Under which what the checks of such a call find is kept; None for a call that only they can judge.
+def _key(topk_idx: object, *values: Any) -> Any:
+    """Under which what the checks of a dispatch without a handle find is kept; None where they alone can judge.
 
     Types are part of it: True is no number.
     """
-    if handle is None:
-        if type(topk_idx) is not Tensor or topk_idx.dim() != 2:
-            return None
-        own: tuple[Any, ...] = (topk_idx.shape[1],)
-    else:
-        if type(handle) is not EPHandle or topk_idx is not None or stats is not None:
-            return None
-        if type(handle.topk_idx) is not Tensor or handle.topk_idx.dim() != 2:
-            return None
-        own = (
-            handle.topk_idx.shape[1], handle.num_sms, handle.num_experts, handle.expert_alignment,
-            handle.num_max_tokens_per_rank, handle.do_expand,
-        )  # fmt: skip
-    key = (*own, *values)
+    if type(topk_idx) is not Tensor or topk_idx.dim() != 2:
+        return None
+    key = (topk_idx.shape[1], *values)
     try:
         hash(key)
     except TypeError:

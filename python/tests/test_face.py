@@ -231,6 +231,76 @@ def test_other_calls_are_checked(pool):
     pool.run(1, rank_refusals)
 
 
+def rank_elastic_refusals(ctx):
+    """The same of V2: a handle, a flag or a number that is another one is looked at, whatever plan its tensors have."""
+    from deep_ep.errors import DeepEPError
+
+    with alone.elastic_of(ctx) as buffer:
+        calls = alone.ElasticCalls(buffer)
+        rows, weights, handle, few = calls.rows, calls.row_weights, calls.handle, calls.x[:-1]
+
+        def rounds(times):
+            for _ in range(times):
+                for kind in alone.ELASTIC:
+                    calls.of(kind)()
+                buffer.combine(rows, handle, weights)
+
+        def changed(call, **values):
+            before = {name: getattr(handle, name) for name in values}
+            vars(handle).update(values)
+            try:
+                call()
+            finally:
+                vars(handle).update(before)
+
+        def resent(x=calls.x, **options):
+            buffer.dispatch(x, handle=handle, **{"do_expand": True, **options})
+
+        def combined(**options):
+            buffer.combine(rows, handle, weights, **options)
+
+        rounds(2)
+        fresh = {"topk_idx": calls.idx, "topk_weights": calls.weights, "num_experts": alone.EXPERTS, "do_expand": True}
+        metadata, several = handle.recv_src_metadata, buffer.num_allocated_qps + 1
+        wrong = {
+            "argument x: got 63 rows": lambda: resent(few),
+            "argument do_cpu_sync: got True": lambda: resent(do_cpu_sync=True),
+            "argument do_expand: got 'yes'": lambda: resent(do_expand="yes"),
+            "argument num_experts: got 8, allowed": lambda: resent(num_experts=8),
+            "argument expert_alignment: got 3, allowed": lambda: resent(expert_alignment=3),
+            "argument topk_idx: got a tensor": lambda: resent(topk_idx=calls.idx),
+            "argument num_sms: got -2": lambda: resent(num_sms=-2),
+            "argument num_qps: got": lambda: resent(num_qps=several),
+            "argument num_sms: got -4": lambda: combined(num_sms=-4),
+            f"argument num_qps: got {several}": lambda: combined(num_qps=several),
+            r"argument bias\[0\]: got shape": lambda: combined(bias=few),
+            "argument topk_weights: got shape": lambda: buffer.combine(rows, handle, weights[:-1]),
+            "argument x: got dtype": lambda: buffer.combine(rows.float(), handle),
+            "argument handle.recv_src_metadata: got dtype": lambda: changed(
+                combined, recv_src_metadata=metadata.long()
+            ),
+            "argument handle.psum_num_recv_tokens_per_expert": lambda: changed(resent, num_experts=alone.EXPERTS - 1),
+            "argument handle.num_sms: got True": lambda: changed(combined, num_sms=True),
+            "argument handle: got tuple": lambda: buffer.combine(rows, (handle,)),
+            "argument topk_weights: got shape .*": lambda: buffer.dispatch(
+                calls.x, **{**fresh, "topk_weights": calls.weights[:-1]}
+            ),
+            "argument x: got 64 rows": lambda: buffer.dispatch(calls.x, **fresh, num_max_tokens_per_rank=63),
+            "argument do_zero_padding: got True": lambda: buffer.dispatch(
+                calls.x, **{**fresh, "do_expand": False}, do_zero_padding=True
+            ),
+        }
+        for text, call in wrong.items():
+            with pytest.raises(DeepEPError, match=text):
+                call()
+        rounds(1)
+        assert not buffer._core.kept
+
+
+def test_other_calls_are_checked_in_v2(pool):
+    pool.run(1, rank_elastic_refusals)
+
+
 def rank_hooks(ctx):
     """Halves, through the face and in Python: a hook is for once, for its own send, and holds what it needs."""
     from deep_ep.errors import DeepEPError
