@@ -33,16 +33,15 @@ __device__ __forceinline__ LogRange log_range(const BlockRange &bits) {
   const float high = __uint_as_float(bits.high << 16), low = __uint_as_float(bits.low << 16);
   LogRange range;
   range.lowest = fmaxf(low, __fmul_rn(high, 0x1p-32f));
-  range.first = log2f(range.lowest);
-  range.step = __fdiv_rn(__fsub_rn(log2f(high), range.first), 510.0f);
+  range.first = ptx::log2(range.lowest);
+  range.step = __fmul_rn(__fsub_rn(ptx::log2(high), range.first), 1.0f / 510);
   return range;
-}
-__device__ __forceinline__ float code_value(const LogRange &range, int code) {
-  return ptx::exp2(fmaf(static_cast<float>(code - 1), range.step, range.first));
 }
 
 // What encoding a block's magnitudes needs. A value is rounded to the nearer of two codes' values; the midpoint lies at
-// the same part of the step in log2 for all codes of a block, so that a code is one logarithm, scaled and cut off.
+// the same part of the step in log2 for all codes of a block, so that a code is one logarithm, scaled and rounded.
+// Numbers become integers, and integers numbers, by their bits: the unit for logarithms would do that too, and is what
+// the kernel waits for.
 struct LogEncoder {
   float lowest, first, per_step, bias;
 };
@@ -50,8 +49,8 @@ __device__ __forceinline__ LogEncoder log_encoder(const LogRange &range) {
   LogEncoder encoder;
   encoder.lowest = range.lowest;
   encoder.first = range.first;
-  encoder.per_step = __frcp_rn(range.step);
-  encoder.bias = 2.0f - log2f(fmaf(0.5f, exp2f(range.step), 0.5f)) * encoder.per_step;
+  encoder.per_step = ptx::reciprocal(range.step);
+  encoder.bias = 1.5f - ptx::log2(fmaf(0.5f, ptx::exp2(range.step), 0.5f)) * encoder.per_step;
   return encoder;
 }
 __device__ __forceinline__ uint32_t log_encode(const LogEncoder &encoder, uint32_t bf16) {
@@ -59,7 +58,8 @@ __device__ __forceinline__ uint32_t log_encode(const LogEncoder &encoder, uint32
   const float magnitude = __uint_as_float((bf16 & 0x7fff) << 16);
   if (magnitude + magnitude < encoder.lowest) return sign;  // nearer to zero than to code 1
   const float place = fmaf(ptx::log2(fmaxf(magnitude, encoder.lowest)) - encoder.first, encoder.per_step, encoder.bias);
-  return sign | static_cast<uint32_t>(min(max(static_cast<int>(place), 1), 511));
+  constexpr float kUnits = 0x1.8p23f;  // a float of this size has whole units
+  return sign | (__float_as_uint(fminf(fmaxf(place, 1.0f), 511.0f) + kUnits) & 511);
 }
 // The first 8 codes: those of 8 channels.
 template <int kCodes>
@@ -73,9 +73,10 @@ __device__ __forceinline__ void log_encode_chunk(const LogRange &range, const ui
   }
 }
 __device__ __forceinline__ float log_decode(const LogRange &range, uint32_t code) {
-  const uint32_t magnitude = code & 511;
-  const float value = magnitude == 0 ? 0.0f : code_value(range, static_cast<int>(magnitude));
-  return (code >> 9 & 1) != 0 ? -value : value;
+  const float scale = 512 * range.step, base = range.first - 513 * range.step;  // once for a block
+  const float units = __uint_as_float(0x3f800000u | (code & 511) << 14);        // 1 + magnitude / 512
+  const uint32_t bits = __float_as_uint(ptx::exp2(fmaf(units, scale, base)));
+  return __uint_as_float((code & 511) == 0 ? 0 : bits | (code & 512) << 22);
 }
 
 }  // namespace deepep

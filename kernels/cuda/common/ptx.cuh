@@ -138,6 +138,11 @@ __device__ __forceinline__ float exp2(float x) {
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
+__device__ __forceinline__ float reciprocal(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
 __device__ __forceinline__ uint64_t global_timer_ns() {
   uint64_t now;
   asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
@@ -146,6 +151,16 @@ __device__ __forceinline__ uint64_t global_timer_ns() {
 template <int kThreads>
 __device__ __forceinline__ void barrier_among(int index) {
   asm volatile("bar.sync %0, %1;" ::"r"(index), "n"(kThreads) : "memory");
+}
+// Whether any of them has a true value.
+template <int kThreads>
+__device__ __forceinline__ bool barrier_or_among(int index, bool value) {
+  uint32_t any;
+  asm volatile("{ .reg .pred p, q; setp.ne.u32 p, %1, 0; bar.red.or.pred q, %2, %3, p; selp.u32 %0, 1, 0, q; }"
+               : "=r"(any)
+               : "r"(static_cast<uint32_t>(value)), "r"(index), "n"(kThreads)
+               : "memory");
+  return any != 0;
 }
 
 // ---- FP8 ------------------------------------------------------------------------------------------------------------

@@ -106,13 +106,13 @@ __device__ inline void read_row_words(const LowLatencyCombineParams &p, const Lo
 // Either all ranks send LogFMT or none.
 constexpr int kRows = 4, kChunks = 2;
 template <bool kLogfmt>
-__device__ __forceinline__ uint32_t load_missing(const ArrivalList *list, int first, int at, uint32_t missing,
-                                                 uint4 (&data)[kRows][kChunks]) {
+__device__ __forceinline__ uint32_t load_missing(const ArrivalList *list, int first, int at, int chunks,
+                                                 uint32_t missing, uint4 (&data)[kRows][kChunks]) {
 #pragma unroll
   for (int i = 0; i < kRows * kChunks; ++i)
     if ((missing >> i & 1) != 0) {
       const int row = first + i / kChunks, chunk = at + i % kChunks * kLlThreads;
-      data[i / kChunks][i % kChunks] = kLogfmt ? load_logfmt_chunk(list->row[row], list->words[row], chunk)
+      data[i / kChunks][i % kChunks] = kLogfmt ? load_logfmt_chunk(list->row[row], list->words[row], chunk, chunks)
                                                : ptx::ld_relaxed_sys_v4(list->row[row] + 16 * chunk);
     }
 #pragma unroll
@@ -140,7 +140,7 @@ __device__ inline void add_rows(const LowLatencyCombineParams &p, const ArrivalL
 #pragma unroll
     for (int n = 0; n < kRows; ++n)
       if (first + n < list->count) missing |= of_row << (kChunks * n);
-    missing = load_missing<kLogfmt>(list, first, at, missing, data);
+    missing = load_missing<kLogfmt>(list, first, at, chunks, missing, data);
 #pragma unroll
     for (int n = 0; n < kRows; ++n) {
       if (first + n >= list->count) continue;
@@ -149,8 +149,8 @@ __device__ inline void add_rows(const LowLatencyCombineParams &p, const ArrivalL
       if ((missing >> (kChunks * n) & of_row) != 0)
         wait_or_mask(s, rank, epoch, [&](int64_t &) {  // one chunk at first: polling all would keep memory busy
           const uint32_t first_missing = missing & (0u - missing);
-          if (load_missing<kLogfmt>(list, first, at, first_missing, data) != 0) return false;
-          missing = load_missing<kLogfmt>(list, first, at, missing ^ first_missing, data);
+          if (load_missing<kLogfmt>(list, first, at, chunks, first_missing, data) != 0) return false;
+          missing = load_missing<kLogfmt>(list, first, at, chunks, missing ^ first_missing, data);
           return (missing >> (kChunks * n) & of_row) == 0;
         });
       uint32_t absent = missing >> (kChunks * n) & of_row;  // of a rank that was lost
@@ -161,8 +161,8 @@ __device__ inline void add_rows(const LowLatencyCombineParams &p, const ArrivalL
         if ((of_row >> u & 1) == 0 || (absent >> u & 1) != 0) continue;
         const int chunk = at + u * kLlThreads;
         if (kLogfmt) {
-          add_logfmt(s, rank, epoch, list->row[which], list->words[which], chunk, data[n][u], list->weight[which],
-                     sum[u]);
+          add_logfmt(s, rank, epoch, list->row[which], list->words[which], chunk, chunks, data[n][u],
+                     list->weight[which], sum[u]);
           continue;
         }
         ptx::st_stream(list->row[which] + 16 * chunk, uint4{0, 0, 0, 0});
@@ -214,7 +214,6 @@ __global__ void __launch_bounds__(kLlThreads, 1) combine(const __grid_constant__
   extern __shared__ __align__(16) uint8_t memory[];  // peers [R], calls [R], then row counts [L + 1], first rows [L][R]
   __shared__ union {
     SumList sums[kLlGroups];
-    RowTarget targets[kLlGroups];
     ArrivalList arrivals;
   } shared;
   __shared__ SummedDispatch summed;
@@ -237,11 +236,11 @@ __global__ void __launch_bounds__(kLlThreads, 1) combine(const __grid_constant__
     if (first_item() < num_items(p)) headers = load_headers(p, item.dest, item.token);
   }
   int64_t range = 0;
-  if (reads_sums && threadIdx.x < p.num_experts) range = p.layout_range()[threadIdx.x];
+  if (p.sends() && threadIdx.x < p.num_experts) range = p.layout_range()[threadIdx.x];
   if (p.sends()) slot = look_at_slot(p);
-  if (reads_sums && threadIdx.x < p.num_experts) bases[threadIdx.x] = first_row_of(p, range);
+  if (p.sends() && threadIdx.x < p.num_experts) bases[threadIdx.x] = first_row_of(p, range);
 #pragma unroll 1
-  for (int i = threadIdx.x + kLlThreads; reads_sums && i < p.num_experts; i += kLlThreads)
+  for (int i = threadIdx.x + kLlThreads; p.sends() && i < p.num_experts; i += kLlThreads)
     bases[i] = first_row_of(p, p.layout_range()[i]);
   const bool begun = begin_low_latency(p, start, peers);
   const LowLatencyCall call = low_latency_call(p, start, false);
@@ -261,7 +260,7 @@ __global__ void __launch_bounds__(kLlThreads, 1) combine(const __grid_constant__
       if (good && summed.number != 0)
         send_sums(p, call, summed, peers, bases, shared.sums);
       else if (good)
-        send_rows(p, call, peers, before, shared.targets);
+        send_rows(p, call, peers, bases, before);
       __syncthreads();
     }
     mark(kMarkSent, threadIdx.x == 0);

@@ -164,7 +164,7 @@ __device__ inline void send_sum(const LowLatencyCombineParams &p, const LowLaten
 #pragma unroll
       for (int u = 0; u < kPieceChunks; ++u) {
         const int at = base + u * kLlGroupThreads;
-        if (at < chunks) send_logfmt_chunk(out[u], to + at / 16 * 256, infos + at / 16);
+        if (at < chunks) send_logfmt_chunk(out[u], to, infos, at, chunks);
       }
       continue;
     }
@@ -216,81 +216,91 @@ __device__ inline void send_sums(const LowLatencyCombineParams &p, const LowLate
 
 // ---- Send: each expert's row ----------------------------------------------------------------------------------------
 
-struct RowTarget {  // shared, of a group
-  int32_t dest, token, found, reserved;
+struct ExpertRow {
+  int expert, row, dest;  // a local expert, one of its rows, the rank of its token
 };
-
-__device__ inline void send_plain_row(const LowLatencyCombineParams &p, const LowLatencyCall &call, int local_expert,
-                                      const uint8_t *row, uint8_t *block, RowTarget *target, int group, int thread) {
-  const int chunks = p.hidden / 8, expert = p.session.team.rank * p.num_local() + local_expert;
-  uint32_t attempt = 0;
-  for (;; ++attempt) {  // a pattern that the row does not hold
-    bool found = false;
-    for (int at = thread; at < chunks; at += kLlGroupThreads)
-      found |= holds(ptx::ld_stream(row + 16 * at), pattern_of(attempt));
-    if (found) target->found = 1;
-    ptx::barrier_among<kLlGroupThreads>(1 + group);
-    const bool again = target->found != 0;
-    ptx::barrier_among<kLlGroupThreads>(1 + group);
-    if (!again) break;
-    if (thread == 0) target->found = 0;
-    ptx::barrier_among<kLlGroupThreads>(1 + group);
-  }
-  const uint32_t number = number_of_row(p, expert, target->token);
-  uint8_t *to = slot_row(p, block, call, number);
-#pragma unroll 1
-  for (int base = thread; base < chunks; base += kPieceChunks * kLlGroupThreads) {
-    uint4 data[kPieceChunks];
-#pragma unroll
-    for (int u = 0; u < kPieceChunks; ++u)
-      if (base + u * kLlGroupThreads < chunks) data[u] = ptx::ld_stream(row + 16 * (base + u * kLlGroupThreads));
-#pragma unroll
-    for (int u = 0; u < kPieceChunks; ++u) data[u] = exclusive_or(data[u], pattern_of(attempt));
-    send_piece(to, base, chunks, data);
-  }
-  if (thread == 0)
-    ptx::st_relaxed_sys(row_word(p, block, call, number),
-                        tagged(combine_tag(call.epoch), (pattern_of(attempt) & ~kKindMask) | kKindRow));
+// The n-th row to send. `bases`: [L][R], the first row.
+__device__ __forceinline__ ExpertRow find_row(const LowLatencyCombineParams &p, const int32_t *before,
+                                              const int32_t *bases, int n) {
+  const int num_ranks = p.session.team.num_ranks, expert = expert_of_row(before, p.num_local(), n);
+  const int32_t *first = bases + expert * num_ranks;
+  const int row = n - before[expert];
+  int dest = 0;
+  while (dest + 1 < num_ranks && row >= first[dest + 1]) ++dest;
+  return {expert, row, dest};
 }
 
-__device__ inline void send_logfmt_row(const LowLatencyCombineParams &p, const LowLatencyCall &call, int local_expert,
-                                       const uint8_t *row, uint8_t *block, const RowTarget *target, int thread) {
-  const int expert = p.session.team.rank * p.num_local() + local_expert;
-  const uint32_t number = number_of_row(p, expert, target->token);
-  uint8_t *to = slot_row(p, block, call, number);
-  // The words of [E, B] rows are found as those of a source are, with the expert in place of the source.
-  send_logfmt(row, to, slot_words(p, block, call, number), p.hidden, thread, kLlGroupThreads);
-  if (thread == 0) ptx::st_relaxed_sys(row_word(p, block, call, number), tagged(combine_tag(call.epoch), kKindLogfmt));
+// By a group. Most rows are read once: a thread holds its first chunks. place(word): where the row goes at its
+// receiver, and its word.
+template <class Place>
+__device__ __forceinline__ void send_plain_row(const uint8_t *row, int chunks, uint32_t tag, bool sent, int group,
+                                               int thread, Place place) {
+  constexpr int kHeld = 7;
+  uint4 held[kHeld];
+#pragma unroll
+  for (int u = 0; u < kHeld; ++u)
+    if (thread + u * kLlGroupThreads < chunks) held[u] = ptx::ld_stream(row + 16 * (thread + u * kLlGroupThreads));
+  uint32_t attempt = 0;
+#pragma unroll 1
+  for (;; ++attempt) {  // a pattern that the row does not hold
+    bool found = false;
+#pragma unroll
+    for (int u = 0; u < kHeld; ++u)
+      if (thread + u * kLlGroupThreads < chunks) found |= holds(held[u], pattern_of(attempt));
+#pragma unroll 1
+    for (int at = thread + kHeld * kLlGroupThreads; at < chunks; at += kLlGroupThreads)
+      found |= holds(ptx::ld_stream(row + 16 * at), pattern_of(attempt));
+    if (!ptx::barrier_or_among<kLlGroupThreads>(1 + group, found)) break;
+  }
+  if (!sent) return;
+  const uint32_t pattern = pattern_of(attempt);
+  uint64_t *word;
+  uint8_t *to = place(word);
+#pragma unroll
+  for (int u = 0; u < kHeld; ++u) {
+    const int at = thread + u * kLlGroupThreads;
+    if (at < chunks) ptx::st_relaxed_sys_v4(to + 16 * at, exclusive_or(held[u], pattern));
+  }
+#pragma unroll 1
+  for (int at = thread + kHeld * kLlGroupThreads; at < chunks; at += kLlGroupThreads)
+    ptx::st_relaxed_sys_v4(to + 16 * at, exclusive_or(ptx::ld_stream(row + 16 * at), pattern));
+  if (thread == 0) ptx::st_relaxed_sys(word, tagged(tag, (pattern & ~kKindMask) | kKindRow));
+}
+
+// By a group: a row by itself.
+__device__ inline void send_expert_row(const LowLatencyCombineParams &p, const LowLatencyCall &call,
+                                       uint8_t *const *peers, const ExpertRow &which, int group, int thread) {
+  const int64_t number_here = which.expert * p.rows_per_expert() + which.row;
+  const uint8_t *from = p.x() + static_cast<uint64_t>(number_here) * p.x_row_stride;
+  const int token = p.src_info()[number_here];  // the same for all threads, in flight beside the row
+  // A mask may be set meanwhile: warps may differ, lanes must not.
+  const bool sent =
+      __any_sync(kAllLanes, token >= 0 && token < p.num_max_tokens && !is_masked(p.session, which.dest)) != 0;
+  const auto number = [&] { return number_of_row(p, p.session.team.rank * p.num_local() + which.expert, token); };
+  if ((p.flags & DK_LL_LOGFMT) == 0) {
+    send_plain_row(from, p.hidden / 8, combine_tag(call.epoch), sent, group, thread, [&](uint64_t *&word) {
+      word = row_word(p, peers[which.dest], call, number());
+      return slot_row(p, peers[which.dest], call, number());
+    });
+  } else if (sent) {
+    // The words of [E, B] rows are found as those of a source are, with the expert in place of the source.
+    send_logfmt(from, slot_row(p, peers[which.dest], call, number()), slot_words(p, peers[which.dest], call, number()),
+                p.hidden, thread, kLlGroupThreads);
+    if (thread == 0)
+      ptx::st_relaxed_sys(row_word(p, peers[which.dest], call, number()), tagged(combine_tag(call.epoch), kKindLogfmt));
+  }
+  if (sent && thread == 0) add_sent_bytes(p.session, which.dest, 2ull * p.hidden);
 }
 
 __device__ inline void send_rows(const LowLatencyCombineParams &p, const LowLatencyCall &call, uint8_t *const *peers,
-                                 int32_t *before, RowTarget *targets) {
-  const int num_ranks = p.session.team.num_ranks, num_local = p.num_local();
+                                 const int32_t *bases, int32_t *before) {
   const int group = static_cast<int>(threadIdx.x) / kLlGroupThreads,
             thread = static_cast<int>(threadIdx.x) % kLlGroupThreads;
-  const bool logfmt = (p.flags & DK_LL_LOGFMT) != 0;
-  sum_expert_rows(p, p.layout_range(), num_local, before);
-  RowTarget *target = targets + group;
-  for (int n = group * num_workers() + first_of_block(); n < before[num_local]; n += kLlGroups * num_workers()) {
-    const int l = expert_of_row(before, num_local, n), row = n - before[l];
-    if (thread == 0) {
-      const int64_t *range = p.layout_range() + static_cast<int64_t>(l) * num_ranks;
-      int dest = 0;
-      while (dest + 1 < num_ranks && row >= static_cast<int>((range[dest] >> 32) + (range[dest] & 0xffffffff))) ++dest;
-      const int token = p.src_info()[l * p.rows_per_expert() + row];
-      const bool sent = token >= 0 && token < p.num_max_tokens && !is_masked(p.session, dest);
-      *target = {sent ? dest : -1, token, 0, 0};
-    }
-    ptx::barrier_among<kLlGroupThreads>(1 + group);
-    if (target->dest >= 0) {
-      const uint8_t *from = p.x() + static_cast<uint64_t>(l * p.rows_per_expert() + row) * p.x_row_stride;
-      if (logfmt)
-        send_logfmt_row(p, call, l, from, peers[target->dest], target, thread);
-      else
-        send_plain_row(p, call, l, from, peers[target->dest], target, group, thread);
-      if (thread == 0) add_sent_bytes(p.session, target->dest, 2ull * p.hidden);
-    }
-    ptx::barrier_among<kLlGroupThreads>(1 + group);
+  sum_expert_rows(p, p.layout_range(), p.num_local(), before);
+#pragma unroll 1
+  for (int number = first_item(); number < before[p.num_local()]; number += kLlGroups * num_workers()) {
+    send_expert_row(p, call, peers, find_row(p, before, bases, number), group, thread);
+    mark(kMarkRowOut, thread == 0);
   }
 }
 

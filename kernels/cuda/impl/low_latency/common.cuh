@@ -304,7 +304,7 @@ __device__ inline void finish_low_latency(const P &p, const LowLatencyCall &call
   // The last block reads what others wrote only to compact it after a loss, the control block's times, and bytes sent
   // (the next call counts those that come too late): a worker's rows need no order before its exit, they are complete
   // when the kernel is.
-  const bool ordered = (p.session.team.flags & DK_TEAM_SHRINK) != 0 || is_control_block() || !p.receives();
+  const bool ordered = (p.session.team.flags & DK_TEAM_SHRINK) != 0 || is_control_block();
   __syncthreads();
   if (threadIdx.x == 0)
     left_before = ordered ? ptx::atomic_add_acq_rel_gpu(&scratch->exits, 1) : atomicAdd(&scratch->exits, 1u);

@@ -108,9 +108,19 @@ __device__ inline void sum_expert_rows(const P &p, const int64_t *layout_range, 
     before[l + 1] = static_cast<int32_t>(min(total, p.rows_per_expert()));
   }
   __syncthreads();
-  if (threadIdx.x == 0) {
-    before[0] = 0;
-    for (int l = 0; l < num_local; ++l) before[l + 1] += before[l];
+  if (warp_id() == 0) {
+    int32_t sum = 0;  // of the experts before
+    for (int first = 0; first < num_local; first += kWarp) {
+      const int l = first + lane_id();
+      int32_t running = l < num_local ? before[l + 1] : 0;
+      for (int step = 1; step < kWarp; step *= 2) {
+        const int32_t other = __shfl_up_sync(kAllLanes, running, step);
+        if (lane_id() >= step) running += other;
+      }
+      if (l < num_local) before[l + 1] = sum + running;
+      sum += __shfl_sync(kAllLanes, running, kWarp - 1);
+    }
+    if (lane_id() == 0) before[0] = 0;
   }
   __syncthreads();
 }

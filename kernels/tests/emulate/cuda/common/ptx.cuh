@@ -79,10 +79,15 @@ void copy_words_wait() {
 }
 inline float log2(float x) { return log2f(x); }
 inline float exp2(float x) { return exp2f(x); }
+inline float reciprocal(float x) { return 1 / x; }
 inline uint64_t global_timer_ns() { return emulate::clock_ns(); }
 template <int kThreads>
 void barrier_among(int index) {
   emulate::meet_block(index, kThreads, 0);
+}
+template <int kThreads>
+bool barrier_or_among(int index, bool value) {
+  return emulate::meet_block(index, kThreads, value) != 0;
 }
 
 inline void mbarrier_init(uint64_t *barrier, uint32_t arrivals) { emulate::init_barrier(barrier, arrivals); }
