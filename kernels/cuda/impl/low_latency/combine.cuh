@@ -257,10 +257,7 @@ __global__ void __launch_bounds__(kLlThreads, 1) combine(const __grid_constant__
       }
       good = await_empty_slots(p, call, slot);
       mark(kMarkEmpty, threadIdx.x == 0);
-      if (good && summed.number != 0)
-        send_sums(p, call, summed, peers, bases, shared.sums);
-      else if (good)
-        send_rows(p, call, peers, bases, before);
+      if (good) send_items(p, call, summed, peers, bases, before, shared.sums);
       __syncthreads();
     }
     mark(kMarkSent, threadIdx.x == 0);

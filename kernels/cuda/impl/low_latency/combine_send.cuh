@@ -177,7 +177,7 @@ __device__ inline void send_sum(const LowLatencyCombineParams &p, const LowLaten
                         tagged(combine_tag(call.epoch), (pattern_of(0) & ~kKindMask) | kKindSum));
 }
 
-// Groups take (rank, token) pairs in turn; the caller has filled the list of a group's first pair.
+// Groups take (rank, token) pairs in turn.
 struct SumItem {
   int dest, token;
 };
@@ -189,29 +189,6 @@ __device__ __forceinline__ int first_item() {
 }
 __device__ __forceinline__ int num_items(const LowLatencyCombineParams &p) {
   return p.session.team.num_ranks * p.num_max_tokens;
-}
-
-__device__ inline void send_sums(const LowLatencyCombineParams &p, const LowLatencyCall &call,
-                                 const SummedDispatch &summed, uint8_t *const *peers, const int32_t *bases,
-                                 SumList *lists) {
-  const int group = static_cast<int>(threadIdx.x) / kLlGroupThreads,
-            thread = static_cast<int>(threadIdx.x) % kLlGroupThreads;
-  SumList *list = lists + group;
-#pragma unroll 1
-  for (int number = first_item(); number < num_items(p); number += kLlGroups * num_workers()) {
-    const SumItem item = sum_item(p, number);
-    if (number != first_item()) {
-      ptx::barrier_among<kLlGroupThreads>(1 + group);
-      if (thread < kWarp)
-        read_sum(p, call, summed, load_headers(p, item.dest, item.token), item.dest, item.token, bases, list);
-      ptx::barrier_among<kLlGroupThreads>(1 + group);
-    }
-    if (list->count > 0) {
-      send_sum(p, call, list, peers[item.dest], item.token, thread);
-      if (thread == 0) add_sent_bytes(p.session, item.dest, 2ull * p.hidden);
-    }
-    mark(kMarkRowOut, thread == 0);
-  }
 }
 
 // ---- Send: each expert's row ----------------------------------------------------------------------------------------
@@ -292,14 +269,38 @@ __device__ inline void send_expert_row(const LowLatencyCombineParams &p, const L
   if (sent && thread == 0) add_sent_bytes(p.session, which.dest, 2ull * p.hidden);
 }
 
-__device__ inline void send_rows(const LowLatencyCombineParams &p, const LowLatencyCall &call, uint8_t *const *peers,
-                                 const int32_t *bases, int32_t *before) {
+// By the groups of a worker, in turn: sums, or each row by itself. The caller has filled the list of a group's first
+// sum.
+__device__ inline void send_items(const LowLatencyCombineParams &p, const LowLatencyCall &call,
+                                  const SummedDispatch &summed, uint8_t *const *peers, const int32_t *bases,
+                                  int32_t *before, SumList *lists) {
   const int group = static_cast<int>(threadIdx.x) / kLlGroupThreads,
             thread = static_cast<int>(threadIdx.x) % kLlGroupThreads;
-  sum_expert_rows(p, p.layout_range(), p.num_local(), before);
+  int number = first_item(), items = num_items(p);
+  if (summed.number == 0) {
+    sum_expert_rows(p, p.layout_range(), p.num_local(), before);
+    const int rows = before[p.num_local()];
 #pragma unroll 1
-  for (int number = first_item(); number < before[p.num_local()]; number += kLlGroups * num_workers()) {
-    send_expert_row(p, call, peers, find_row(p, before, bases, number), group, thread);
+    for (; number < rows; number += kLlGroups * num_workers()) {
+      send_expert_row(p, call, peers, find_row(p, before, bases, number), group, thread);
+      mark(kMarkRowOut, thread == 0);
+    }
+    items = 0;
+  }
+  SumList *list = lists + group;
+#pragma unroll 1
+  for (; number < items; number += kLlGroups * num_workers()) {
+    const SumItem item = sum_item(p, number);
+    if (number != first_item()) {
+      ptx::barrier_among<kLlGroupThreads>(1 + group);
+      if (thread < kWarp)
+        read_sum(p, call, summed, load_headers(p, item.dest, item.token), item.dest, item.token, bases, list);
+      ptx::barrier_among<kLlGroupThreads>(1 + group);
+    }
+    if (list->count > 0) {
+      send_sum(p, call, list, peers[item.dest], item.token, thread);
+      if (thread == 0) add_sent_bytes(p.session, item.dest, 2ull * p.hidden);
+    }
     mark(kMarkRowOut, thread == 0);
   }
 }
