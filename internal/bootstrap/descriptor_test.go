@@ -55,7 +55,7 @@ func TestDescriptorThatSomethingElseHasClosed(t *testing.T) {
 	fd := steal(t, channels[1].links[0].conn)
 	timely(t, func() {
 		_, err := channels[1].Exchange(proctest.Context(t), "x", nil, nil)
-		wantError(t, err, status.System, "the connection to rank 0", "broke", "bad file descriptor")
+		wantError(t, err, status.System, "the connection to rank 0", "broke: something else in the process of rank 1 (host ", "has closed its descriptor")
 		if at := strings.LastIndex(err.Error(), "rank "); at < 0 || !strings.HasPrefix(err.Error()[at:], "rank 1 (host ") {
 			t.Errorf("rank 1 is not named last: %v", err)
 		}
