@@ -6,7 +6,7 @@
 //   bench_ops LIBRARY [ranks=4] [devices=4] [tokens=4096] [hidden=7168] [topk=8] [experts=256] [sms=16,20,24]
 //             [iterations=30] [isa=0] [nvl_mb=512] [rdma_mb=84] [nodes=1]
 //             [mode=check|normalcheck|llcheck|normal|routed|sweep|ll|llsweep|lltimeline|host|overlap|times|all|nodes]
-//             [max_tokens=128] [zipf=0] [local=0] [stats=1] [copies=0]
+//             [max_tokens=128] [zipf=0] [local=0] [stats=1] [copies=0] [shrink=0]
 //
 // copies=1: rows of low-latency dispatch's send halves cross by copy engines (DK_TEAM_LL_COPY).
 // mode=nodes, nodes=2: normal mode across nodes; checks (mode=normalcheck) work there too. Each process needs
@@ -91,6 +91,8 @@ void parse(int argc, char **argv) {
       s.keep_stats = number != 0;
     else if (name == "copies")
       s.copies = number != 0;
+    else if (name == "shrink")
+      s.shrink = number != 0;
     else if (name == "mode")
       g_mode = value;
     else if (name == "sms") {

@@ -135,7 +135,9 @@ void Rank::open(World *w, int r) {
   t.rank = r;
   t.num_ranks = shape.ranks;
   t.num_nvl_peers = shape.ranks / shape.nodes;
-  t.flags = shape.nodes > 1 ? 0 : DK_TEAM_LOW_LATENCY | (shape.copies ? DK_TEAM_LL_COPY : 0);
+  t.flags = shape.nodes > 1
+                ? 0
+                : DK_TEAM_LOW_LATENCY | (shape.copies ? DK_TEAM_LL_COPY : 0) | (shape.shrink ? DK_TEAM_SHRINK : 0);
   t.transport = transport;
   t.host_peer_blocks = reinterpret_cast<uint64_t>(peers.data());
   t.control_offset = 0;

@@ -53,7 +53,7 @@ struct Shape {
       sms = 0, max_tokens = 128;
   uint32_t isa = 0;
   uint64_t nvl_bytes = 512ull << 20, rdma_bytes = 0;
-  bool share_by_descriptor = true, keep_stats = true, copies = false;
+  bool share_by_descriptor = true, keep_stats = true, copies = false, shrink = false;
   double zipf = 0;
 };
 

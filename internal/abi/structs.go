@@ -669,7 +669,7 @@ type DispatchParams struct {
 	RecvScaleTokenStride int64  // elements; with a routing
 	RecvScaleStride      int64  // elements; with a routing
 	DstSlot              uint64 // int32[T,K] of the notify or the handle; expanded only
-	PsumPerExpert        uint64 // int32[L] of the notify or the handle, with DK_DISPATCH_ZERO_PADDING
+	PsumPerExpert        uint64 // int32[L] of the notify or the handle, with DK_DISPATCH_ZERO_PADDING or shrink
 	RecvSrcMetadata      uint64 // int32[N,K+2]; [out] unless cached; 0: not wanted (plain)
 }
 

@@ -788,7 +788,7 @@ typedef struct dk_dispatch_params {
   int64_t recv_scale_token_stride; /* elements; with a routing */
   int64_t recv_scale_stride;       /* elements; with a routing */
   uint64_t dst_slot;               /* int32[T,K] of the notify or the handle; expanded only */
-  uint64_t psum_per_expert;        /* int32[L] of the notify or the handle, with DK_DISPATCH_ZERO_PADDING */
+  uint64_t psum_per_expert;        /* int32[L] of the notify or the handle, with DK_DISPATCH_ZERO_PADDING or shrink */
   uint64_t recv_src_metadata;      /* int32[N,K+2]; [out] unless cached; 0: not wanted (plain) */
 } dk_dispatch_params;
 int32_t dk_dispatch(dk_dispatch_params *p);

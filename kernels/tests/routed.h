@@ -22,6 +22,7 @@ struct routed_spec {
   bool negative;  /* numbers below -1 select nothing either */
   int biases, num_sms;
   uint64_t nvl_bytes; /* 0: the floor */
+  int sent;           /* tokens that the last rank dispatches before it is lost; 0: all */
 };
 
 struct arrival {

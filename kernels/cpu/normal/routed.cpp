@@ -258,7 +258,7 @@ void write_missing_row(const dk_dispatch_params &p, int source, int64_t row, int
 }
 
 void zero_missing_rows(const Team &team, const dk_dispatch_params &p, int64_t num_rows) {
-  if (!expanded(p.routing) || p.flags & DK_DISPATCH_CACHED || !p.psum_per_expert || !p.recv_src_metadata) return;
+  if (!expanded(p.routing) || !p.psum_per_expert || !p.recv_src_metadata) return;
   const int32_t *ends = at<const int32_t>(p.psum_per_expert);
   int32_t local = experts_each(team, p), starts[DK_MAX_ROUTED_EXPERTS], next[DK_MAX_ROUTED_EXPERTS];
   for (int32_t e = 0; e < local; e++)  // what the handle says may have changed: a row is never below 0

@@ -43,6 +43,27 @@ size_t shared_limit(const Device &device) {
   return min(device.max_shared, kBulk ? kSharedLimit90 : kSharedLimit80);
 }
 
+// Calls with a routing have kernels of their own for teams that shrink.
+template <bool kShrinks>
+cudaError_t load_routed_kernels(const Device &device) {
+  const size_t limit80 = shared_limit<false>(device), limit90 = shared_limit<true>(device);
+  const bool bulk = device.bulk;
+  cudaError_t error = load(deep_ep::intranode::notify_routed<kShrinks>, min(device.max_shared, kRoutingLimit));
+  if (error == cudaSuccess) error = load(deep_ep::intranode::dispatch_routed<false, kShrinks>, limit80);
+  if (error == cudaSuccess) error = load(deep_ep::intranode::dispatch_expanded<false, kShrinks>, limit80);
+  if (error == cudaSuccess) error = load(deep_ep::intranode::combine_routed<false, kShrinks>, limit80);
+  if (error == cudaSuccess) error = load(deep_ep::intranode::combine_expanded<false, kShrinks>, limit80);
+#if DEEPEP_SM90
+  if (error == cudaSuccess && bulk) error = load(deep_ep::intranode::dispatch_routed<true, kShrinks>, limit90);
+  if (error == cudaSuccess && bulk) error = load(deep_ep::intranode::dispatch_expanded<true, kShrinks>, limit90);
+  if (error == cudaSuccess && bulk) error = load(deep_ep::intranode::combine_routed<true, kShrinks>, limit90);
+  if (error == cudaSuccess && bulk) error = load(deep_ep::intranode::combine_expanded<true, kShrinks>, limit90);
+#else
+  (void)bulk, (void)limit90;
+#endif
+  return error;
+}
+
 }  // namespace
 
 cudaError_t load_normal_kernels(const Device &device) {
@@ -52,21 +73,14 @@ cudaError_t load_normal_kernels(const Device &device) {
   if (error == cudaSuccess) error = load(deep_ep::intranode::notify_dispatch, 0);
   if (error == cudaSuccess) error = load(deep_ep::intranode::dispatch<false>, limit80);
   if (error == cudaSuccess) error = load(deep_ep::intranode::combine<false>, limit80);
-  if (error == cudaSuccess) error = load(deep_ep::intranode::notify_routed, min(device.max_shared, kRoutingLimit));
-  if (error == cudaSuccess) error = load(deep_ep::intranode::dispatch_routed<false>, limit80);
-  if (error == cudaSuccess) error = load(deep_ep::intranode::dispatch_expanded<false>, limit80);
-  if (error == cudaSuccess) error = load(deep_ep::intranode::combine_routed<false>, limit80);
-  if (error == cudaSuccess) error = load(deep_ep::intranode::combine_expanded<false>, limit80);
 #if DEEPEP_SM90
   if (error == cudaSuccess && bulk) error = load(deep_ep::intranode::dispatch<true>, limit90);
   if (error == cudaSuccess && bulk) error = load(deep_ep::intranode::combine<true>, limit90);
-  if (error == cudaSuccess && bulk) error = load(deep_ep::intranode::dispatch_routed<true>, limit90);
-  if (error == cudaSuccess && bulk) error = load(deep_ep::intranode::dispatch_expanded<true>, limit90);
-  if (error == cudaSuccess && bulk) error = load(deep_ep::intranode::combine_routed<true>, limit90);
-  if (error == cudaSuccess && bulk) error = load(deep_ep::intranode::combine_expanded<true>, limit90);
 #else
   (void)bulk, (void)limit90;
 #endif
+  if (error == cudaSuccess) error = load_routed_kernels<false>(device);
+  if (error == cudaSuccess) error = load_routed_kernels<true>(device);
   return error;
 }
 
@@ -99,7 +113,7 @@ static_assert(kMaxRoutedExperts == DK_MAX_ROUTED_EXPERTS, "one limit");
 // With a routing: what any of the three calls cannot do.
 int32_t check_routing(const Team *team, int32_t routing, int32_t num_topk, int32_t num_experts, int32_t index_bytes) {
   if (routing != DK_ROUTING_PLAIN && routing != DK_ROUTING_EXPANDED) return DK_EINVAL;
-  if (is_remote(team) || shrinks(team->view)) return DK_EUNSUPPORTED;
+  if (is_remote(team)) return DK_EUNSUPPORTED;
   if (num_topk < 1 || num_topk > kWarp || (index_bytes != 4 && index_bytes != 8)) return DK_EINVAL;
   const bool fits = num_experts >= 1 && num_experts <= DK_MAX_ROUTED_EXPERTS;
   return fits && num_experts % team->view.num_ranks == 0 ? DK_OK : DK_EINVAL;
@@ -123,7 +137,9 @@ int32_t notify_with_routing(dk_notify_params *p) {
       min(min(max(1, ceil_div(p->num_tokens, kRoutedNotifyTokens)), kRoutedBlocks), team->device->num_sms);
   params.share = ceil_div(p->num_tokens, blocks);
   const OnDevice on(team->device);
-  deep_ep::intranode::notify_routed<<<blocks, kRoutedNotifyThreads, shared, stream_of(p->stream)>>>(params);
+  const auto kernel =
+      shrinks(team->view) ? deep_ep::intranode::notify_routed<true> : deep_ep::intranode::notify_routed<false>;
+  kernel<<<blocks, kRoutedNotifyThreads, shared, stream_of(p->stream)>>>(params);
   return launched(p);
 }
 
@@ -174,11 +190,15 @@ int32_t launch_dispatch(dk_dispatch_params *p, DispatchParams &params, int block
   const size_t shared = dispatch_shared<kBulk>(params, params.stage_bytes);
   const OnDevice on(team->device);
   if (params.routing == DK_ROUTING_EXPANDED) {
-    deep_ep::intranode::dispatch_expanded<kBulk><<<blocks, Roles::kThreads, shared, stream_of(p->stream)>>>(params);
+    const auto kernel = shrinks(team->view) ? deep_ep::intranode::dispatch_expanded<kBulk, true>
+                                            : deep_ep::intranode::dispatch_expanded<kBulk, false>;
+    kernel<<<blocks, Roles::kThreads, shared, stream_of(p->stream)>>>(params);
     return launched(p);
   }
   if (params.routing != DK_ROUTING_NONE) {
-    deep_ep::intranode::dispatch_routed<kBulk><<<blocks, Roles::kThreads, shared, stream_of(p->stream)>>>(params);
+    const auto kernel = shrinks(team->view) ? deep_ep::intranode::dispatch_routed<kBulk, true>
+                                            : deep_ep::intranode::dispatch_routed<kBulk, false>;
+    kernel<<<blocks, Roles::kThreads, shared, stream_of(p->stream)>>>(params);
     return launched(p);
   }
   deep_ep::intranode::dispatch<kBulk><<<blocks, Roles::kThreads, shared, stream_of(p->stream)>>>(params);
@@ -218,7 +238,9 @@ int32_t launch_routed_combine(dk_combine_params *p, CombineParams &params, int b
       if constexpr (kBulk) return launch_routed_combine<false>(p, params, blocks);
       return DK_EUNSUPPORTED;
     }
-    deep_ep::intranode::combine_expanded<kBulk><<<blocks, Roles::kThreads, shared, stream_of(p->stream)>>>(params);
+    const auto kernel = shrinks(team->view) ? deep_ep::intranode::combine_expanded<kBulk, true>
+                                            : deep_ep::intranode::combine_expanded<kBulk, false>;
+    kernel<<<blocks, Roles::kThreads, shared, stream_of(p->stream)>>>(params);
     return launched(p);
   }
   using Roles = RoutedRoles<kBulk>;
@@ -229,7 +251,9 @@ int32_t launch_routed_combine(dk_combine_params *p, CombineParams &params, int b
   const size_t shared = CombineShared<kBulk>(num_ranks, params.stage_bytes).bytes +
                         4ull * (Roles::kReducers + Roles::kSenders) * reducer_words(params);
   if (shared > limit) return DK_EUNSUPPORTED;
-  deep_ep::intranode::combine_routed<kBulk><<<blocks, Roles::kThreads, shared, stream_of(p->stream)>>>(params);
+  const auto kernel = shrinks(team->view) ? deep_ep::intranode::combine_routed<kBulk, true>
+                                          : deep_ep::intranode::combine_routed<kBulk, false>;
+  kernel<<<blocks, Roles::kThreads, shared, stream_of(p->stream)>>>(params);
   return launched(p);
 }
 

@@ -16,6 +16,18 @@ __device__ inline int message_copy(const TeamView &team, uint64_t epoch, int ran
 __device__ inline HandshakeMessage *message_from(const TeamView &team, uint64_t epoch, int rank) {
   return team.handshake(team.rank, message_copy(team, epoch, rank), rank);
 }
+// For kernels that exist apart for teams that shrink, kShrinks: what others look up, these know. A call of the others
+// took 3 us longer where it looked.
+template <bool kShrinks>
+__device__ __forceinline__ bool is_out(const Session &s, int rank) {
+  if constexpr (kShrinks) return is_without(s, rank);
+  return false;
+}
+template <bool kShrinks>
+__device__ __forceinline__ int copy_of(const TeamView &team, uint64_t epoch, int rank) {
+  if constexpr (kShrinks) return static_cast<int>(team.scratch->place[rank]);
+  return static_cast<int>(epoch % kHandshakeCopies);
+}
 // By one thread of the last block: the number of this call is that of the newest one.
 __device__ inline void end_epoch(const TeamView &team) {
   Scratch *scratch = team.scratch;
@@ -366,6 +378,20 @@ __device__ __noinline__ inline bool await_agreement(const Session &s, const Hand
   return ptx::ld_relaxed_gpu(&scratch->agreed_good) != 0;
 }
 
+// Whole block.
+template <bool kShrinks>
+__device__ __forceinline__ void post_to_peers(const Session &s, const Handshake &hand) {
+  if constexpr (kShrinks)
+    post_to_members(s, hand);
+  else
+    post_handshake(s, hand);
+}
+template <bool kShrinks>
+__device__ __forceinline__ bool await_peers(const Session &s, const Handshake &hand, uint64_t &epoch) {
+  if constexpr (kShrinks) return await_agreement(s, hand, epoch);
+  return await_handshake(s, hand);
+}
+
 // ---- Rows -----------------------------------------------------------------------------------------------------------
 
 // By a whole warp, whose wait for rows or room of `peer` ended with `code`. True: the peer is masked, and the call goes
@@ -398,6 +424,12 @@ __device__ __forceinline__ bool warp_wait_or_drop(const Session &s, int64_t expe
   return false;
 }
 constexpr int kForRoom = 1, kForRows = 2;
+
+template <bool kShrinks, int kPatience, class Poll, class Missing, class Drop>
+__device__ __forceinline__ bool warp_await(const Session &s, int64_t expected, Poll poll, Missing missing, Drop drop) {
+  if constexpr (kShrinks) return warp_wait_or_drop<kPatience>(s, expected, poll, missing, drop);
+  return warp_wait_or_fail(s, expected, poll, missing);
+}
 
 // Whole block, after its last row: a rank that went on without this one may have used again what this one read.
 __device__ __noinline__ inline void confirm_membership(const Session &s) {

@@ -236,6 +236,10 @@ T atomicAnd(T *at, std::type_identity_t<T> value) {
   return __atomic_fetch_and(at, value, __ATOMIC_SEQ_CST);
 }
 template <class T>
+T atomicOr(T *at, std::type_identity_t<T> value) {
+  return __atomic_fetch_or(at, value, __ATOMIC_SEQ_CST);
+}
+template <class T>
 T atomicExch(T *at, std::type_identity_t<T> value) {
   return __atomic_exchange_n(at, value, __ATOMIC_ACQ_REL);
 }

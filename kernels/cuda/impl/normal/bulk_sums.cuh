@@ -12,9 +12,9 @@ constexpr int kTermsAhead = 4, kTermUnroll = 7;
 constexpr uint32_t kTermPiece = 16 * kWarp * kTermUnroll;
 
 #if DEEPEP_HAS_BULK_COPY
-template <>
-struct TermSender<true> {
-  CombineJob &job;
+template <class Job>
+struct TermSender<true, Job> {
+  Job &job;
   SendQueue *queue;
   uint8_t *pieces;    // [kTermsAhead + 1][kTermPiece]
   uint64_t *arrived;  // [kTermsAhead]

@@ -353,7 +353,10 @@ __device__ inline void receive_meta(const DispatchParams &p, uint64_t epoch, boo
     if (!good) return;
     __syncwarp();
     if (gone) {
-      blank_meta(p, static_cast<int64_t>(before) + first, first, count);
+      if constexpr (kRouted)
+        blank_routed(p, share.source, static_cast<int64_t>(before) + first, first, count);
+      else
+        blank_meta(p, static_cast<int64_t>(before) + first, first, count);
       continue;
     }
     const uint32_t first_slot = __shfl_sync(kAllLanes, place.slot, 0);

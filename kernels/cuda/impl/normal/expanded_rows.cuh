@@ -6,11 +6,12 @@
 namespace deepep {
 
 // After set_up_dests, by the same threads: a row goes straight to the place of its first choice.
+template <bool kShrinks>
 __device__ inline void set_up_expanded_dests(const DispatchParams &p, uint64_t epoch, DispatchDest *dests) {
   const TeamView &team = p.session.team;
   for (int r = threadIdx.x; r < team.num_ranks; r += blockDim.x) {
     DispatchDest &dest = dests[r];
-    dest.limit = team.handshake(team.rank, epoch % kHandshakeCopies, r)->row_limit;
+    dest.limit = team.handshake(team.rank, copy_of<kShrinks>(team, epoch, r), r)->row_limit;
     if (dest.direct) dest.rows -= static_cast<uint64_t>(dest.first_row) * p.row_bytes;
   }
   __syncthreads();
@@ -56,7 +57,7 @@ struct ExpandedJob : DispatchJob {
       const int head = words[r];
       const uint32_t choices = __ballot_sync(kAllLanes, rank == r);
       if (static_cast<uint32_t>(head) >= static_cast<uint32_t>(dests[r].num_rows)) {
-        if (head >= 0) refuse_head(r, head);
+        if (head >= 0 && !is_absent(p, dests[r])) refuse_head(r, head);
         continue;
       }
       const bool own = r == p.session.team.rank, placed = own || dests[r].direct != 0;
@@ -100,8 +101,21 @@ __device__ inline void copy_to_places(const DispatchParams &p, const uint8_t *fr
   }
 }
 
+// Whole warp: zeros in all outputs of a row.
+__device__ __forceinline__ void zero_expanded_row(const DispatchParams &p, int64_t row) {
+  for (uint32_t at = 16 * lane_id(); at < p.row_bytes; at += 16 * kWarp)
+    *reinterpret_cast<uint4 *>(p.recv_x() + row * p.row_bytes + at) = uint4{0, 0, 0, 0};
+  if (p.recv_scales() != nullptr)
+    for (int s = lane_id(); s < p.num_scales; s += kWarp)
+      p.recv_scales()[row * p.recv_scale_token_stride + s * p.recv_scale_stride] = 0;
+  if (p.recv_topk_weights() != nullptr && lane_id() == 0) p.recv_topk_weights()[row] = 0;
+}
+
+__device__ __noinline__ inline void zero_row(const DispatchParams &p, int64_t row) { zero_expanded_row(p, row); }
+
 // Whole warp: zeros behind the rows of experts `first`, `first` + `step` / kPaddingParts, ...
 constexpr int kPaddingParts = 8;  // warps that share an expert
+template <bool kShrinks>
 __device__ inline void write_padding(const DispatchParams &p, int worker, int num_workers) {
   const int *ends = pointer<const int>(p.psum_per_expert), parts = static_cast<int>(p.meta.num_local) * kPaddingParts;
   for (int i = worker; i < parts; i += num_workers) {
@@ -109,31 +123,99 @@ __device__ inline void write_padding(const DispatchParams &p, int worker, int nu
     const int64_t end =
         min<int64_t>(ceil_div<int64_t>(real_end, p.expert_alignment) * p.expert_alignment, p.num_expanded_tokens);
     for (int64_t row = real_end + i % kPaddingParts; row < end; row += kPaddingParts) {
-      for (uint32_t at = 16 * lane_id(); at < p.row_bytes; at += 16 * kWarp)
-        *reinterpret_cast<uint4 *>(p.recv_x() + row * p.row_bytes + at) = uint4{0, 0, 0, 0};
-      if (p.recv_scales() != nullptr)
-        for (int s = lane_id(); s < p.num_scales; s += kWarp)
-          p.recv_scales()[row * p.recv_scale_token_stride + s * p.recv_scale_stride] = 0;
-      if (p.recv_topk_weights() != nullptr && lane_id() == 0) p.recv_topk_weights()[row] = 0;
+      if constexpr (kShrinks)
+        zero_row(p, row);
+      else
+        zero_expanded_row(p, row);
     }
   }
 }
 
+// Rows of a rank that takes no part (any more), in a team that shrinks. Whole warp: the places of one are zeros; lane k
+// has that of choice k, -1: none.
+__device__ __noinline__ inline void zero_places(const DispatchParams &p, int slot) {
+  for (uint32_t left = __ballot_sync(kAllLanes, slot >= 0); left != 0; left &= left - 1)
+    zero_row(p, __shfl_sync(kAllLanes, slot, __ffs(static_cast<int>(left)) - 1));
+}
+// By one warp: rows that nothing has come of, `chunk` of the source's rows from `first` on, `first` + `step` on, ...
+// Where they belong only a handle of before knows.
+__device__ __noinline__ inline void blank_expanded(const DispatchParams &p, int source, int first, int step,
+                                                   int chunk) {
+  const int32_t *matrix = p.rank_prefix_matrix();
+  const int num_ranks = p.session.team.num_ranks, me = p.session.team.rank;
+  const int before = rows_before(matrix, num_ranks, source, me), rows = matrix[source * num_ranks + me] - before;
+  for (int i = 0; p.recv_src_metadata != 0; ++i) {
+    const int row = first + i / chunk * step + i % chunk;
+    if (row >= rows) break;
+    int32_t *to = src_metadata(p, static_cast<int64_t>(before) + row);
+    if (p.cached()) {
+      const int slot = lane_id() < p.num_topk ? to[2 + lane_id()] : -1;
+      zero_places(p, slot < p.num_expanded_tokens ? slot : -1);
+      continue;
+    }
+    if (lane_id() < p.num_topk) to[2 + lane_id()] = -1;
+    if (lane_id() != 0) continue;
+    to[0] = source * p.num_max_tokens + row;
+    to[1] = source * p.num_topk;
+  }
+  __syncwarp();
+}
+__device__ inline bool lacks_rows(const DispatchParams &p) {
+  const int num_ranks = p.session.team.num_ranks, me = p.session.team.rank;
+  const int32_t *matrix = p.rank_prefix_matrix();
+  bool lacks = false;
+  for (int r = 0; r < num_ranks; ++r)
+    lacks |= is_without(p.session, r) && matrix[r * num_ranks + me] > rows_before(matrix, num_ranks, r, me);
+  return lacks;
+}
+// By the last block, once all rows are here: of each expert's rows those that no metadata names become zeros. `bits`:
+// `words` words of shared memory, a bit for each of so many rows at a time.
+__device__ __noinline__ inline void zero_unnamed_rows(const DispatchParams &p, uint32_t *bits, int words) {
+  if (!lacks_rows(p) || p.psum_per_expert == 0 || p.recv_src_metadata == 0) return;
+  const int num_ranks = p.session.team.num_ranks, num_topk = p.num_topk;
+  const int32_t *ends = pointer<const int32_t>(p.psum_per_expert);
+  const int64_t entries =
+      static_cast<int64_t>(num_topk) *
+      min(p.rank_prefix_matrix()[(num_ranks - 1) * num_ranks + p.session.team.rank], p.num_recv_tokens);
+  const int64_t together = static_cast<int64_t>(words) * 32;
+  for (int64_t base = 0; base < p.num_expanded_tokens; base += together) {
+    for (int i = threadIdx.x; i < words; i += blockDim.x) bits[i] = 0;
+    __syncthreads();
+    for (int64_t i = threadIdx.x; i < entries; i += blockDim.x) {
+      const int64_t at = src_metadata(p, i / num_topk)[2 + i % num_topk] - base;
+      if (at >= 0 && at < together) atomicOr(&bits[at / 32], 1u << (at % 32));
+    }
+    __syncthreads();
+    int64_t start = 0;  // of the expert's rows
+    for (int e = 0; e < static_cast<int>(p.meta.num_local); ++e) {
+      const int64_t real_end = max(ends[e], 0),
+                    end = min(min<int64_t>(real_end, p.num_expanded_tokens), base + together);
+      for (int64_t row = max(start, base) + warp_id(); row < end; row += blockDim.x / kWarp)
+        if ((bits[(row - base) / 32] >> ((row - base) % 32) & 1) == 0) zero_row(p, row);
+      start = ceil_div<int64_t>(real_end, p.expert_alignment) * p.expert_alignment;
+    }
+    __syncthreads();
+  }
+}
+
 // Whole warp: waits for the flag of the first of `lanes`, lane i looking at flag number i. Returns those lanes whose
-// flags have been set by then; 0: the team has failed.
+// flags have been set by then, with kGone if the source takes no part any more; 0: the team has failed.
+constexpr uint32_t kGone = 1u << 31;
+template <bool kShrinks>
 __device__ inline uint32_t await_flags(const DispatchParams &p, uint64_t epoch, int source, const uint64_t *flags,
                                        const RingPlace &place, uint32_t lanes, bool all) {
   uint32_t here = 0;
-  const bool good = warp_wait_or_fail(
+  bool gone = false;
+  const bool good = warp_await<kShrinks, kForRows>(
       p.session, static_cast<int64_t>(epoch),
       [&] {
         here = __ballot_sync(kAllLanes, (lanes >> lane_id() & 1) != 0 &&
                                             ptx::ld_acquire_sys(&flags[place.slot]) == ring_value(epoch, place.lap));
-        return all ? here == lanes : (here & lanes & (0 - lanes)) != 0;
+        return gone || (all ? here == lanes : (here & lanes & (0 - lanes)) != 0);
       },
-      [&] { return lane_id() == 0 ? source : -1; });
+      [&] { return lane_id() == 0 ? source : -1; }, [&](int) { gone = true; });
   __syncwarp();
-  return good ? here : 0;
+  return !good ? 0 : gone ? here | kGone : here;
 }
 
 // As receiver_share: of this rank's own rows there is only the metadata to receive, which fewer warps do.
@@ -147,10 +229,10 @@ __device__ inline ReceiverShare expanded_share(int worker, int num_workers, cons
 
 // Role of a warp: the metadata of rows of one source, and kRows: the rows, unless the sender has written them to their
 // places itself.
-template <bool kRows>
+template <bool kRows, bool kShrinks>
 __device__ inline void receive_expanded(const DispatchParams &p, uint64_t epoch, int worker, int num_workers) {
   const TeamView &team = p.session.team;
-  const bool direct = p.recv_segment >= 0;
+  const bool direct = !kShrinks && p.recv_segment >= 0;  // in a team that shrinks rows are staged
   const ReceiverShare share =
       kRows ? expanded_share(worker, num_workers, team) : receiver_share(worker, num_workers, team.num_ranks);
   const int before = rows_before(p.rank_prefix_matrix(), team.num_ranks, share.source, team.rank);
@@ -161,11 +243,20 @@ __device__ inline void receive_expanded(const DispatchParams &p, uint64_t epoch,
                  *row_flags = team.ring_flag(team.rank, kPayload, share.source);
   const uint8_t *metas = team.self + team.nvl + ring.meta(share.source, 0),
                 *staged = team.self + team.nvl + ring.payload(share.source, 0);
-  if ((p.flags & DK_DISPATCH_ZERO_PADDING) != 0) write_padding(p, worker, num_workers);
+  if ((p.flags & DK_DISPATCH_ZERO_PADDING) != 0) write_padding<kShrinks>(p, worker, num_workers);
+  if (is_out<kShrinks>(p.session, share.source)) {
+    blank_expanded(p, share.source, share.first * chunk, share.step * chunk, chunk);
+    return;
+  }
   for (int first = share.first * chunk; first < rows; first += share.step * chunk) {
     const int count = min(chunk, rows - first);
     const RingPlace place = ring_place(first + lane_id(), ring.slots);
-    if (await_flags(p, epoch, share.source, meta_flags, place, (1u << count) - 1, true) == 0) return;
+    const uint32_t all = (1u << count) - 1;
+    const uint32_t came = await_flags<kShrinks>(p, epoch, share.source, meta_flags, place, all, true);
+    if (came != all) {
+      if (kShrinks && came != 0) blank_expanded(p, share.source, first, share.step * chunk, chunk);
+      return;
+    }
     int slots[kExpandChunk];
     spread_expanded(
         p, share.source, before + first, count,
@@ -174,20 +265,30 @@ __device__ inline void receive_expanded(const DispatchParams &p, uint64_t epoch,
     uint32_t here = 0;  // rows that have arrived
     const int rows_here = kRows && share.source != team.rank ? count : 0;
     for (int j = 0; j < rows_here; ++j) {
-      if ((here >> j & 1) == 0) {
-        here = await_flags(p, epoch, share.source, row_flags, place, (1u << count) - (1u << j), false);
-        if (here == 0) return;
+      if ((here & (kGone | 1u << j)) == 0) {
+        const uint32_t news =
+            await_flags<kShrinks>(p, epoch, share.source, row_flags, place, (1u << count) - (1u << j), false);
+        if (news == 0) return;
+        here |= news;
       }
       int slot = slots[0];
 #pragma unroll
       for (int i = 1; i < kExpandChunk; ++i)
         if (i == j) slot = slots[i];
+      if (kShrinks && (here >> j & 1) == 0) continue;
       const uint32_t places = __ballot_sync(kAllLanes, slot >= 0);
       const int own = __shfl_sync(kAllLanes, slot, places == 0 ? 0 : __ffs(static_cast<int>(places)) - 1);
       const uint8_t *from = direct
                                 ? p.recv_x() + static_cast<int64_t>(max(own, 0)) * p.row_bytes
                                 : staged + static_cast<uint64_t>(__shfl_sync(kAllLanes, place.slot, j)) * p.row_bytes;
       copy_to_places(p, from, slot, direct ? places & (places - 1) : places);
+    }
+    if (kShrinks && (here & kGone) != 0) {
+#pragma unroll
+      for (int i = 0; i < kExpandChunk; ++i)
+        if ((here >> i & 1) == 0) zero_places(p, slots[i]);
+      blank_expanded(p, share.source, first + share.step * chunk, share.step * chunk, chunk);
+      return;
     }
     __syncwarp();
     if (lane_id() < count && first + lane_id() + static_cast<int>(ring.slots) < rows) {

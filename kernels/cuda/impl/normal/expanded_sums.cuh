@@ -50,13 +50,13 @@ __device__ inline void each_sum(const CombineParams &p, const Terms &terms, uint
 }
 
 // A sending warp.
-template <bool kBulk>
+template <bool kBulk, class Job>
 struct TermSender;
 
 // The form for compute capability 8.0: sums in registers, loads of two rows in flight.
-template <>
-struct TermSender<false> {
-  CombineJob &job;
+template <class Job>
+struct TermSender<false, Job> {
+  Job &job;
   SendQueue *queue;
 
   // Whole warp: the sum of the terms `which` to `to`.

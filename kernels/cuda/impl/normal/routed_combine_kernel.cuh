@@ -34,34 +34,48 @@ struct ExpandedShared {
   }
 };
 
+template <bool kShrinks>
+using RoutedJob = std::conditional_t<kShrinks, MaskedCombineJob, CombineJob>;
+template <bool kShrinks>
+__device__ inline RoutedJob<kShrinks> routed_combine_job(const CombineParams &p, const CombineDest *dests,
+                                                         uint64_t epoch) {
+  if constexpr (kShrinks)
+    return {combine_job(p, dests, epoch), static_cast<uint32_t>(epoch % 2)};
+  else
+    return combine_job(p, dests, epoch);
+}
+
 // Role of a warp.
-template <bool kBulk>
-__device__ inline void send_terms(CombineJob &job, SendQueue *queue, uint8_t *shared, const ExpandedShared<kBulk> &at) {
+template <bool kBulk, class Job>
+__device__ inline void send_terms(Job &job, SendQueue *queue, uint8_t *shared, const ExpandedShared<kBulk> &at) {
   if constexpr (!kBulk) {
-    TermSender<false>{job, queue}.run();
+    TermSender<false, Job>{job, queue}.run();
   } else {
 #if DEEPEP_HAS_BULK_COPY
     auto *pieces = shared + at.stages + warp_id() * (kTermsAhead + 1) * kTermPiece;
-    TermSender<true>{job, queue, pieces, reinterpret_cast<uint64_t *>(shared + at.arrived) + warp_id() * kTermsAhead}
+    TermSender<true, Job>{job, queue, pieces,
+                          reinterpret_cast<uint64_t *>(shared + at.arrived) + warp_id() * kTermsAhead}
         .run();
 #endif
   }
 }
 
+template <bool kShrinks>
 __device__ inline void publish_combine_rows(const CombineParams &p, uint64_t epoch, const CombineDest *dests,
                                             SendQueue *queues, int num_queues) {
   const CombineJob job{p, dests, epoch, combine_ring(p), -1, 0};
   publish_rows(queues, num_queues, 1, [&](int row, int) {
     const int r = job.dest_of(row);
+    if (kShrinks && absence_of(p, dests[r])) return;
     const RingPlace place = job.place_of(row, r);
     ptx::st_relaxed_sys(&dests[r].flags[place.slot], ring_value(epoch, place.lap));
   });
 }
 
 // As run_combine_roles, with the sums of routed_sums.cuh.
-template <bool kBulk>
+template <bool kBulk, bool kShrinks>
 __device__ inline void run_ordered_roles(const CombineParams &p, uint64_t epoch, uint8_t *shared,
-                                         RowSender<kBulk, CombineJob> &rows) {
+                                         RowSender<kBulk, RoutedJob<kShrinks>> &rows) {
   using Roles = RoutedRoles<kBulk>;
   const CombineShared<kBulk> at(p.session.team.num_ranks, p.stage_bytes);
   auto *queues = reinterpret_cast<SendQueue *>(shared + at.queues);
@@ -71,22 +85,31 @@ __device__ inline void run_ordered_roles(const CombineParams &p, uint64_t epoch,
     __syncwarp();
     if (lane_id() == 0) ptx::st_release_cta(&queues[warp].finished, 1);
   } else if (warp == Roles::kSenders) {
-    publish_combine_rows(p, epoch, reinterpret_cast<const CombineDest *>(shared + at.dests), queues, p.senders);
+    publish_combine_rows<kShrinks>(p, epoch, reinterpret_cast<const CombineDest *>(shared + at.dests), queues,
+                                   p.senders);
   } else {
     const int reducer = warp > Roles::kSenders ? warp - Roles::kReducersAt : Roles::kReducers + warp;
-    reduce_routed<3>(p, epoch, reinterpret_cast<const CombineSource *>(shared + at.sources),
-                     reinterpret_cast<int32_t *>(shared + at.bytes) + reducer * reducer_words(p));
+    reduce_routed<3, kShrinks>(p, epoch, reinterpret_cast<const CombineSource *>(shared + at.sources),
+                               reinterpret_cast<int32_t *>(shared + at.bytes) + reducer * reducer_words(p));
   }
 }
 
 // After a sum's kernel: tickets, epoch, statistics.
+template <bool kShrinks>
 __device__ inline void end_routed_combine(const CombineParams &p, uint64_t epoch, bool failed) {
   const Session &s = p.session;
   if (failed) clear_combine_outputs(p);
-  for (int r = threadIdx.x; r < s.team.num_ranks; r += blockDim.x) s.team.scratch->rows_taken[epoch % 2][r] = 0;
+  if constexpr (kShrinks) forget_bytes(s);
+  for (int r = threadIdx.x; r < s.team.num_ranks; r += blockDim.x) {
+    s.team.scratch->rows_taken[epoch % 2][r] = 0;
+    if (kShrinks) s.team.scratch->rows_taken[(epoch + 1) % 2][r] = 0;  // rows were taken before the agreement
+  }
   if (threadIdx.x == 0) {
     s.team.scratch->tokens_taken[epoch % 2] = 0;
-    s.team.scratch->epoch = epoch;
+    if constexpr (kShrinks)
+      end_epoch(s.team);
+    else
+      s.team.scratch->epoch = epoch;
   }
   record_kernel(s, nullptr, true, failed);
 }
@@ -97,7 +120,7 @@ namespace deep_ep::intranode {
 using namespace deepep;
 
 // Rows in the plain layout.
-template <bool kBulk>
+template <bool kBulk, bool kShrinks>
 __global__ void __launch_bounds__(RoutedRoles<kBulk>::kThreads, 1)
     combine_routed(const __grid_constant__ CombineParams p) {
 #if !DEEPEP_HAS_BULK_COPY
@@ -106,29 +129,34 @@ __global__ void __launch_bounds__(RoutedRoles<kBulk>::kThreads, 1)
   extern __shared__ __align__(128) uint8_t shared[];
   const Session &s = p.session;
   const MatrixEntry early = load_matrix_entry(p.rank_prefix_matrix(), s.team.num_ranks, threadIdx.x);
-  const uint64_t epoch = ptx::ld_relaxed_gpu(&s.team.scratch->epoch) + 1;
+  uint64_t epoch = ptx::ld_relaxed_gpu(&s.team.scratch->epoch) + 1;
   const CombineShared<kBulk> at(s.team.num_ranks, p.stage_bytes);
   auto *queues = reinterpret_cast<SendQueue *>(shared + at.queues);
   init_queues(queues, p.senders, kBulk);
   if (begin(s)) {
     const Handshake hand = combine_handshake(p, epoch, early);
-    if (blockIdx.x == 0) post_handshake(s, hand);
+    if (blockIdx.x == 0) post_to_peers<kShrinks>(s, hand);
     if (blockIdx.x == gridDim.x - 1) publish_newest_by_last_warp(s.team);
     auto *dests = reinterpret_cast<CombineDest *>(shared + at.dests);
-    set_up_combine(p, dests, reinterpret_cast<CombineSource *>(shared + at.sources));
-    CombineJob job = combine_job(p, dests, epoch);
+    auto *sources = reinterpret_cast<CombineSource *>(shared + at.sources);
+    set_up_combine(p, dests, sources);
+    RoutedJob<kShrinks> job = routed_combine_job<kShrinks>(p, dests, epoch);
     auto rows = row_sender<kBulk>(job, queues, shared + at.stages, p.row_bytes, p.stage_bytes);
     const bool sends = warp_id() < p.senders && (hand.mine.flags & kHandshakeRefused) == 0;
     if (sends) rows.start();
-    if (await_handshake(s, hand))
-      run_ordered_roles<kBulk>(p, epoch, shared, rows);
+    const bool agreed = await_peers<kShrinks>(s, hand, epoch);
+    if (kShrinks) job.epoch = epoch;
+    if constexpr (kShrinks) drop_absent(p, dests, sources);
+    if (agreed)
+      run_ordered_roles<kBulk, kShrinks>(p, epoch, shared, rows);
     else if (sends)
       rows.abandon();
+    if (kShrinks && agreed) confirm_membership(s);
   }
-  finish(s, [&](bool failed) { end_routed_combine(p, epoch, failed); });
+  finish(s, [&](bool failed) { end_routed_combine<kShrinks>(p, epoch, failed); });
 }
 
-template <bool kBulk>
+template <bool kBulk, bool kShrinks>
 __global__ void __launch_bounds__(ExpandedRoles<kBulk>::kThreads, 1)
     combine_expanded(const __grid_constant__ CombineParams p) {
 #if !DEEPEP_HAS_BULK_COPY
@@ -138,31 +166,34 @@ __global__ void __launch_bounds__(ExpandedRoles<kBulk>::kThreads, 1)
   extern __shared__ __align__(128) uint8_t shared[];
   const Session &s = p.session;
   const MatrixEntry early = load_matrix_entry(p.rank_prefix_matrix(), s.team.num_ranks, threadIdx.x);
-  const uint64_t epoch = ptx::ld_relaxed_gpu(&s.team.scratch->epoch) + 1;
+  uint64_t epoch = ptx::ld_relaxed_gpu(&s.team.scratch->epoch) + 1;
   const ExpandedShared<kBulk> at(s.team.num_ranks);
   auto *queues = reinterpret_cast<SendQueue *>(shared + at.queues);
   init_queues(queues, Roles::kSenders, false);
   if (begin(s)) {
     const Handshake hand = combine_handshake(p, epoch, early);
-    if (blockIdx.x == 0) post_handshake(s, hand);
+    if (blockIdx.x == 0) post_to_peers<kShrinks>(s, hand);
     if (blockIdx.x == gridDim.x - 1) publish_newest_by_last_warp(s.team);
     auto *dests = reinterpret_cast<CombineDest *>(shared + at.dests);
     auto *sources = reinterpret_cast<CombineSource *>(shared + at.sources);
     set_up_combine(p, dests, sources);
     const int warp = warp_id();
-    const bool agreed = await_handshake(s, hand);  // else all ranks leave
+    const bool agreed = await_peers<kShrinks>(s, hand, epoch);
+    if constexpr (kShrinks) drop_absent(p, dests, sources);
     if (agreed && warp < Roles::kSenders) {
-      CombineJob job = combine_job(p, dests, epoch);
+      RoutedJob<kShrinks> job = routed_combine_job<kShrinks>(p, dests, epoch);
       send_terms<kBulk>(job, queues + warp, shared, at);
       __syncwarp();
       if (lane_id() == 0) ptx::st_release_cta(&queues[warp].finished, 1);
     } else if (agreed && warp == Roles::kSenders) {
-      publish_combine_rows(p, epoch, dests, queues, Roles::kSenders);
+      publish_combine_rows<kShrinks>(p, epoch, dests, queues, Roles::kSenders);
     }
     if (agreed && warp != Roles::kSenders)  // senders too, in the end
-      reduce_routed<2>(p, epoch, sources, reinterpret_cast<int32_t *>(shared + at.bytes) + warp * reducer_words(p));
+      reduce_routed<2, kShrinks>(p, epoch, sources,
+                                 reinterpret_cast<int32_t *>(shared + at.bytes) + warp * reducer_words(p));
+    if (kShrinks && agreed) confirm_membership(s);
   }
-  finish(s, [&](bool failed) { end_routed_combine(p, epoch, failed); });
+  finish(s, [&](bool failed) { end_routed_combine<kShrinks>(p, epoch, failed); });
 }
 
 }  // namespace deep_ep::intranode

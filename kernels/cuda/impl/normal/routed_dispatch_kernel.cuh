@@ -29,7 +29,8 @@ struct RoutedShared : DispatchShared<kBulk> {
 // With expanded rows every warp that does not send receives; where there are enough blocks, some do nothing else. With
 // bulk copies the latter's first warps move rows, and the others, those of all blocks, receive metadata: scattered
 // scales take an SM longer than rows do. But not where rings are so small that slots are used again: there each warp
-// takes both of its rows, since a slot is free once both have been read.
+// takes both of its rows, since a slot is free once both have been read; nor in a team that shrinks, where one warp
+// must find out that a source is lost.
 template <bool kBulk>
 struct ExpandedSplit : DispatchSplit<kBulk> {
   using Roles = DispatchRoles<kBulk>;
@@ -53,19 +54,19 @@ struct ExpandedSplit : DispatchSplit<kBulk> {
   }
 };
 
-template <bool kBulk>
+template <bool kBulk, bool kShrinks>
 __device__ inline void publish_expanded(const DispatchParams &p, const DispatchDest *dests, SendQueue *queues,
                                         uint64_t epoch) {
   const int num_ranks = p.session.team.num_ranks;
   publish_rows(queues, DispatchRoles<kBulk>::kSenders, num_ranks, [&](int token, int r) {
     const int head = p.send_head()[static_cast<int64_t>(token) * num_ranks + r];
-    if (head < 0 || r == p.session.team.rank) return;
+    if (head < 0 || r == p.session.team.rank || (kShrinks && is_absent(p, dests[r]))) return;
     const RingPlace place = ring_place(head, dests[r].slots);
     ptx::st_relaxed_sys(&dests[r].flags[kPayload][place.slot], ring_value(epoch, place.lap));
   });
 }
 
-template <bool kBulk>
+template <bool kBulk, bool kShrinks>
 __device__ inline void run_expanded_roles(const DispatchParams &p, const ExpandedSplit<kBulk> &split, uint64_t epoch,
                                           uint8_t *shared, RowSender<kBulk, ExpandedJob> &rows) {
   using Roles = DispatchRoles<kBulk>;
@@ -78,18 +79,22 @@ __device__ inline void run_expanded_roles(const DispatchParams &p, const Expande
     __syncwarp();
     if (lane_id() == 0) ptx::st_release_cta(&queues[warp].finished, 1);
   } else if (warp < Roles::kMetaSendersAt) {
-    publish_expanded<kBulk>(p, dests, queues, epoch);
+    publish_expanded<kBulk, kShrinks>(p, dests, queues, epoch);
   } else if (warp < Roles::kMetaSendersAt + static_cast<int>(p.meta_senders) && split.sends()) {
     send_meta<kBulk, true>(p, dests, {shared + at.meta + (warp - Roles::kMetaSendersAt) * meta_space_bytes(p), 0},
                            epoch);
   }
+  if constexpr (kShrinks) {
+    if (worker >= 0) receive_expanded<true, true>(p, epoch, worker, split.workers());
+    return;
+  }
   if (!split.moves(p)) {
-    if (worker >= 0) receive_expanded<true>(p, epoch, worker, split.workers());
+    if (worker >= 0) receive_expanded<true, false>(p, epoch, worker, split.workers());
     return;
   }
   if (warp >= Roles::kMetaSendersAt)
-    receive_expanded<false>(p, epoch, (warp - Roles::kMetaSendersAt) * gridDim.x + blockIdx.x,
-                            Roles::kAllMetaSenders * gridDim.x);
+    receive_expanded<false, false>(p, epoch, (warp - Roles::kMetaSendersAt) * gridDim.x + blockIdx.x,
+                                   Roles::kAllMetaSenders * gridDim.x);
   if (worker < 0 || warp >= Roles::kSenders) return;
 #if DEEPEP_HAS_BULK_COPY
   RowMover mover{p,
@@ -121,7 +126,7 @@ __device__ inline void clear_expanded_outputs(const DispatchParams &p) {
     src_metadata(p, 0)[i] = -1;
 }
 
-template <bool kBulk, bool kExpand>
+template <bool kBulk, bool kExpand, bool kShrinks>
 __device__ inline void dispatch_with_routing(const DispatchParams &p, uint8_t *shared) {
   const Session &s = p.session;
   MatrixEntry early{0, 0};
@@ -134,9 +139,9 @@ __device__ inline void dispatch_with_routing(const DispatchParams &p, uint8_t *s
   auto *queues = reinterpret_cast<SendQueue *>(shared + at.queues);
   init_queues(queues, DispatchRoles<kBulk>::kSenders, kBulk);
   if (begin(s)) {
-    const uint64_t epoch = next_epoch;
+    uint64_t epoch = next_epoch;
     const Handshake hand = dispatch_handshake(p, epoch, early, wrong);
-    if (blockIdx.x == 0) post_handshake(s, hand);
+    if (blockIdx.x == 0) post_to_peers<kShrinks>(s, hand);
     if (blockIdx.x == gridDim.x - 1) publish_newest_by_last_warp(s.team);
     prepare_dests(p, dests);
     const ExpandedSplit<kBulk> expanded_split(p);
@@ -147,14 +152,17 @@ __device__ inline void dispatch_with_routing(const DispatchParams &p, uint8_t *s
     auto job = routed_job<kExpand>(p, dests, epoch, heads);
     auto rows = row_sender<kBulk>(job, queues, shared + at.stages, p.row_bytes, p.stage_bytes);
     if (sends_rows(p, split)) rows.start();
-    if (await_handshake(s, hand) && set_up_dests(p, epoch, dests)) {
+    const bool agreed = await_peers<kShrinks>(s, hand, epoch);
+    if (kShrinks) job.epoch = epoch;
+    if (agreed && set_up_dests(p, epoch, dests)) {
       if constexpr (kExpand) {
-        set_up_expanded_dests(p, epoch, dests);
-        run_expanded_roles<kBulk>(p, expanded_split, epoch, shared, rows);
+        set_up_expanded_dests<kShrinks>(p, epoch, dests);
+        run_expanded_roles<kBulk, kShrinks>(p, expanded_split, epoch, shared, rows);
       } else {
         __syncthreads();
         run_routed_roles<kBulk>(p, plain_split, epoch, shared, rows);
       }
+      if constexpr (kShrinks) confirm_membership(s);
     } else if (sends_rows(p, split)) {
       rows.abandon();
     }
@@ -162,11 +170,17 @@ __device__ inline void dispatch_with_routing(const DispatchParams &p, uint8_t *s
   finish(s, [&](bool failed) {
     if (failed && kExpand) clear_expanded_outputs(p);
     if (failed && !kExpand) clear_dispatch_outputs(p);
+    if (!failed && kExpand && kShrinks)
+      zero_unnamed_rows(p, reinterpret_cast<uint32_t *>(shared), static_cast<int>((kBulk ? at.dests : at.bytes) / 4));
+    if constexpr (kShrinks) forget_bytes(s);
     if (threadIdx.x == 0) {  // resets both copies of the tickets, though one is 0 already
       Scratch *scratch = s.team.scratch;
       scratch->blocks_sent = 0;
       for (int copy = 0; copy < 2; ++copy) scratch->tokens_taken[copy] = scratch->metas_taken[copy] = 0;
-      scratch->epoch += 1;
+      if constexpr (kShrinks)
+        end_epoch(s.team);
+      else
+        scratch->epoch += 1;
       clear_wrong_counts(p);
     }
     record_kernel(s, nullptr, true, failed);
@@ -178,24 +192,24 @@ __device__ inline void dispatch_with_routing(const DispatchParams &p, uint8_t *s
 namespace deep_ep::intranode {
 using namespace deepep;
 
-template <bool kBulk>
+template <bool kBulk, bool kShrinks>
 __global__ void __launch_bounds__(DispatchRoles<kBulk>::kThreads, 1)
     dispatch_routed(const __grid_constant__ DispatchParams p) {
 #if !DEEPEP_HAS_BULK_COPY
   if constexpr (kBulk) return;  // the launcher does not choose this form below 9.0
 #endif
   extern __shared__ __align__(128) uint8_t shared[];
-  dispatch_with_routing<kBulk, false>(p, shared);
+  dispatch_with_routing<kBulk, false, kShrinks>(p, shared);
 }
 
-template <bool kBulk>
+template <bool kBulk, bool kShrinks>
 __global__ void __launch_bounds__(DispatchRoles<kBulk>::kThreads, 1)
     dispatch_expanded(const __grid_constant__ DispatchParams p) {
 #if !DEEPEP_HAS_BULK_COPY
   if constexpr (kBulk) return;
 #endif
   extern __shared__ __align__(128) uint8_t shared[];
-  dispatch_with_routing<kBulk, true>(p, shared);
+  dispatch_with_routing<kBulk, true, kShrinks>(p, shared);
 }
 
 }  // namespace deep_ep::intranode

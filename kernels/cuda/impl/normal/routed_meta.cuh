@@ -52,6 +52,26 @@ __device__ inline void spread_routed(const DispatchParams &p, int source, int ro
   to[1] = source * topk + last;
 }
 
+// By one warp: rows of a rank that takes no part (any more), in the plain layout, name no expert. first: the number of
+// the first one among that rank's.
+__device__ __noinline__ inline void blank_routed(const DispatchParams &p, int source, int64_t final_row, int first,
+                                                 int rows) {
+  for (int i = lane_id(); p.recv_scales() != nullptr && i < rows * p.num_scales; i += kWarp)
+    p.recv_scales()[(final_row + i % rows) * p.recv_scale_token_stride + i / rows * p.recv_scale_stride] = 0;
+  for (int i = lane_id(); i < rows * p.num_topk; i += kWarp) {
+    const int64_t to = final_row * p.num_topk + i;
+    for (int w = 0; p.recv_topk_idx() != nullptr && w < p.index_words(); ++w)
+      static_cast<uint32_t *>(p.recv_topk_idx())[to * p.index_words() + w] = 0xffffffffu;
+    if (p.recv_topk_weights() != nullptr) p.recv_topk_weights()[to] = 0;
+  }
+  for (int i = lane_id(); p.recv_src_metadata != 0 && !p.cached() && i < rows; i += kWarp) {
+    int32_t *to = src_metadata(p, final_row + i);
+    to[0] = source * p.num_max_tokens + first + i;
+    to[1] = source * p.num_topk;
+  }
+  __syncwarp();
+}
+
 // A slot of this rank's handle that lies outside the outputs of a rank. Flags have been promised, so the team fails.
 __device__ __noinline__ inline void refuse_slot(const DispatchParams &p, int32_t limit, int32_t slot) {
   report_failure(p.session, DK_EINVAL, p.session.team.rank, DK_FIELD_DST_SLOT, limit, slot, 0);

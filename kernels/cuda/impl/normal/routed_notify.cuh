@@ -151,6 +151,7 @@ __device__ inline int64_t await_blocks(const RoutedNotifyParams &p, int64_t wron
 }
 
 // Whole block: what the blocks before it have counted; block 0 sends the sums of all to every peer.
+template <bool kShrinks>
 __device__ inline void sum_blocks(const RoutedNotifyParams &p, const RoutingCounts &counts, uint64_t epoch) {
   const TeamView &team = p.session.team;
   for (int i = threadIdx.x; i < counts.stride; i += blockDim.x) {
@@ -164,7 +165,8 @@ __device__ inline void sum_blocks(const RoutedNotifyParams &p, const RoutingCoun
     }
     (is_expert ? counts.first[i] : counts.ranks[i - p.num_experts]) = before;
     const int at = is_expert ? team.num_ranks + i : i - p.num_experts;
-    for (int r = 0; blockIdx.x == 0 && r < team.num_ranks; ++r) team.counts(r, epoch % 2, team.rank)[at] = sum;
+    const int copy = kShrinks ? own_copy(team, epoch) : static_cast<int>(epoch % kHandshakeCopies);
+    for (int r = 0; blockIdx.x == 0 && r < team.num_ranks; ++r) team.counts(r, copy, team.rank)[at] = sum;
   }
 }
 
@@ -183,16 +185,24 @@ __device__ inline Handshake routed_notify_handshake(const RoutedNotifyParams &p,
   return hand;
 }
 
+// What rank i has counted.
+template <bool kShrinks>
+__device__ inline const uint32_t *counts_of(const TeamView &team, uint64_t epoch, int i) {
+  return team.counts(team.rank, copy_of<kShrinks>(team, epoch, i), i);
+}
+
 // A thread for each rank: its rows from each rank, and whether it has room for them. False: it does not. Every block
 // finds out; block 0 writes and reports it, here and below.
+template <bool kShrinks>
 __device__ inline bool sum_ranks(const RoutedNotifyParams &p, uint64_t epoch) {
   const Session &s = p.session;
   const int num_ranks = s.team.num_ranks;
   const bool reports = blockIdx.x == 0;
   bool good = true;
   for (int j = threadIdx.x; j < num_ranks; j += blockDim.x) {
-    const HandshakeMessage *from = s.team.handshake(s.team.rank, epoch % kHandshakeCopies, j);
-    if (from->segment_offset != static_cast<uint64_t>(p.expert_alignment)) {
+    const bool without = is_out<kShrinks>(s, j);
+    const HandshakeMessage *from = s.team.handshake(s.team.rank, copy_of<kShrinks>(s.team, epoch, j), j);
+    if (!without && from->segment_offset != static_cast<uint64_t>(p.expert_alignment)) {
       if (reports)
         report_failure(s, DK_EMISMATCH, j, DK_FIELD_ALIGNMENT, p.expert_alignment,
                        static_cast<int64_t>(from->segment_offset), 0);
@@ -200,7 +210,7 @@ __device__ inline bool sum_ranks(const RoutedNotifyParams &p, uint64_t epoch) {
     }
     int sum = 0;
     for (int i = 0; i < num_ranks; ++i) {
-      sum += static_cast<int>(s.team.counts(s.team.rank, epoch % 2, i)[j]);
+      if (!without && !is_out<kShrinks>(s, i)) sum += static_cast<int>(counts_of<kShrinks>(s.team, epoch, i)[j]);
       if (reports) p.rank_prefix_matrix()[i * num_ranks + j] = sum;
       if (reports && j == s.team.rank) p.psum_per_rank()[i] = sum;
     }
@@ -208,19 +218,24 @@ __device__ inline bool sum_ranks(const RoutedNotifyParams &p, uint64_t epoch) {
       p.counts()->num_recv_tokens = sum;
       p.counts()->num_recv_nodes_tokens = 0;
     }
-    if (from->row_limit < 0 || sum <= from->row_limit) continue;
+    if (without || from->row_limit < 0 || sum <= from->row_limit) continue;
     if (reports) report_refusal(s, kVoid, DK_EINVAL, j, DK_FIELD_WORST_TOKENS, from->row_limit, sum);
     good = false;
   }
   return good;
 }
 
+// The row of a choice that has none: what is added to it leaves it below 0.
+constexpr int32_t kNoRow = INT32_MIN;
+
 // A warp for each rank: where its experts' rows begin, and this rank's rows among them. False: there is no room.
+template <bool kShrinks>
 __device__ inline bool place_experts(const RoutedNotifyParams &p, const RoutingCounts &counts, uint64_t epoch) {
   const Session &s = p.session;
   const int num_ranks = s.team.num_ranks, local = p.experts_each();
   bool good = true;
   for (int r = warp_id(); r < num_ranks; r += kRoutedNotifyThreads / kWarp) {
+    const bool without = is_out<kShrinks>(s, r);
     int64_t start = 0;  // rows of the experts before
     for (int base = 0; base < local; base += kWarp) {
       const int e = base + lane_id(), expert = r * local + e;
@@ -233,7 +248,7 @@ __device__ inline bool place_experts(const RoutedNotifyParams &p, const RoutingC
         if (lane_id() >= step) sum += other;
       }
       const int64_t first = start + sum - rows;
-      if (mine) counts.first[expert] += static_cast<int>(first);
+      if (mine) counts.first[expert] = without ? kNoRow : counts.first[expert] + static_cast<int>(first);
       if (mine && r == s.team.rank && blockIdx.x == 0) {
         p.num_per_expert()[e] = total;
         p.psum_per_expert()[e] = static_cast<int>(p.expanded() ? first + total : first + rows);
@@ -241,7 +256,8 @@ __device__ inline bool place_experts(const RoutedNotifyParams &p, const RoutingC
       }
       start += __shfl_sync(kAllLanes, sum, kWarp - 1);
     }
-    const HandshakeMessage *from = s.team.handshake(s.team.rank, epoch % kHandshakeCopies, r);
+    if (without) continue;
+    const HandshakeMessage *from = s.team.handshake(s.team.rank, copy_of<kShrinks>(s.team, epoch, r), r);
     const int64_t limit = from->segment < 0 ? INT32_MAX : from->segment;
     if (!p.expanded() || start <= limit) continue;
     if (lane_id() == 0 && blockIdx.x == 0)
@@ -252,25 +268,29 @@ __device__ inline bool place_experts(const RoutedNotifyParams &p, const RoutingC
 }
 
 // Whole block, once all counts are here. False: the call moves no rows.
+template <bool kShrinks>
 __device__ inline bool sum_routing(const RoutedNotifyParams &p, const RoutingCounts &counts, uint64_t epoch) {
   const Session &s = p.session;
   const int num_ranks = s.team.num_ranks;
-  bool good = sum_ranks(p, epoch);
+  bool good = sum_ranks<kShrinks>(p, epoch);
+  for (int r = threadIdx.x; kShrinks && r < num_ranks; r += blockDim.x)
+    if (is_without(s, r)) counts.ranks[r] = kNoRow;
   for (int e = threadIdx.x; e < p.num_experts; e += blockDim.x) {
     int sum = 0, before = 0;
     for (int i = 0; i < num_ranks; ++i) {
       if (i == s.team.rank) before = sum;
-      sum += static_cast<int>(s.team.counts(s.team.rank, epoch % 2, i)[num_ranks + e]);
+      if (!is_out<kShrinks>(s, i)) sum += static_cast<int>(counts_of<kShrinks>(s.team, epoch, i)[num_ranks + e]);
     }
     counts.first[e] += before;
     counts.total[e] = sum;
   }
   __syncthreads();
-  good &= place_experts(p, counts, epoch);
+  good &= place_experts<kShrinks>(p, counts, epoch);
   return __syncthreads_or(!good) == 0;
 }
 
-// Whole block: send_head and dst_slot.
+// Whole block: send_head and dst_slot. Those of a rank that takes no part are -1.
+template <bool kShrinks>
 __device__ inline void place_choices(const RoutedNotifyParams &p, const RoutingCounts &counts) {
   if (warp_id() >= p.warps) return;
   const int num_ranks = p.session.team.num_ranks, me = p.session.team.rank;
@@ -285,10 +305,12 @@ __device__ inline void place_choices(const RoutedNotifyParams &p, const RoutingC
     place = __shfl_sync(kAllLanes, place, together == 0 ? 0 : __ffs(static_cast<int>(together)) - 1);
     if (c.of_warp >= tokens) return;
     if (together != 0) place += counts.ranks[c.rank];
+    if (kShrinks) place = max(place, -1);
     if (is_first(together)) p.send_head()[static_cast<int64_t>(c.token) * num_ranks + c.rank] = place;
     int slot = -1;
     if (c.expert >= 0 && p.expanded()) slot = counts.first[c.expert] + row;
-    if (is_last(together) && !p.expanded()) slot = me * p.num_max_tokens + place;
+    if (is_last(together) && !p.expanded() && (!kShrinks || place >= 0)) slot = me * p.num_max_tokens + place;
+    if (kShrinks) slot = max(slot, -1);
     p.dst_slot()[static_cast<int64_t>(c.token) * p.num_topk + c.k] = slot;
   });
 }
@@ -312,25 +334,26 @@ __device__ inline void end_routed_notify(const RoutedNotifyParams &p, bool faile
 namespace deep_ep::intranode {
 using namespace deepep;
 
+template <bool kShrinks>
 __global__ void __launch_bounds__(kRoutedNotifyThreads) notify_routed(const __grid_constant__ RoutedNotifyParams p) {
   extern __shared__ __align__(128) uint8_t shared[];
   const Session &s = p.session;
   const RoutingCounts counts(p, shared);
-  const uint64_t epoch = ptx::ld_relaxed_gpu(&s.team.scratch->epoch) + 1;
+  uint64_t epoch = ptx::ld_relaxed_gpu(&s.team.scratch->epoch) + 1;
   if (begin(s)) {
     int64_t wrong = -1;
     count_choices(p, counts, wrong);
     wrong = await_blocks(p, wrong);
     const Handshake hand = routed_notify_handshake(p, epoch, wrong);
-    sum_blocks(p, counts, epoch);
+    sum_blocks<kShrinks>(p, counts, epoch);
     if (blockIdx.x == 0) {
       __syncthreads();  // the release of each message below covers what the block has stored
-      post_handshake(s, hand);
+      post_to_peers<kShrinks>(s, hand);
       publish_newest_by_last_warp(s.team);
     }
-    if (await_handshake(s, hand) && sum_routing(p, counts, epoch)) {
+    if (await_peers<kShrinks>(s, hand, epoch) && sum_routing<kShrinks>(p, counts, epoch)) {
       if (blockIdx.x == 0) announce_counts(p);
-      place_choices(p, counts);
+      place_choices<kShrinks>(p, counts);
     }
   }
   finish(s, [&](bool failed) { end_routed_notify(p, failed); });

@@ -79,7 +79,7 @@ __device__ inline void sum_terms(const CombineParams &p, const uint8_t *const *t
 }
 
 // Role of a warp. `shared`: reducer_words words of its own.
-template <int kRowsTogether>
+template <int kRowsTogether, bool kShrinks>
 __device__ inline void reduce_routed(const CombineParams &p, uint64_t epoch, const CombineSource *sources,
                                      int32_t *shared) {
   const int num_ranks = p.session.team.num_ranks;
@@ -101,10 +101,11 @@ __device__ inline void reduce_routed(const CombineParams &p, uint64_t epoch, con
         report_refusal(p.session, kVoid, DK_EINVAL, p.session.team.rank, DK_FIELD_SEND_HEAD, sources[r].num_rows - 1,
                        head);
       slots[r] = head < sources[r].num_rows ? head : -1;
+      if constexpr (kShrinks) leave_out_lost(p, epoch, sources, p.ring, slots, r);
     }
     __syncwarp();
     int missing = -1;
-    const bool good = warp_wait_or_fail(
+    const bool good = warp_await<kShrinks, kForRows>(
         p.session, static_cast<int64_t>(epoch),
         [&] {
           missing = -1;
@@ -116,7 +117,7 @@ __device__ inline void reduce_routed(const CombineParams &p, uint64_t epoch, con
           }
           return __all_sync(kAllLanes, missing < 0) != 0;
         },
-        [&] { return missing; });
+        [&] { return missing; }, [&](int peer) { give_up_row(sources, slots, peer); });
     if (!good) return;
     __syncwarp();
     for (int r = lane_id(); r < num_ranks; r += kWarp)
