@@ -6,6 +6,7 @@ As in normal mode (_normal_face) these are synchronous calls without events, who
 from __future__ import annotations
 
 import ctypes
+import functools
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 from . import _abi, _face, _torch, errors
 from ._core import Core, Ordering
 from ._elastic import TENSORS, Combined, Dispatched, ElasticMode, EPHandle, Sending, Shape, scale_column
-from ._face import Program, Site, Source, address, constant, number, size, stride
+from ._face import DATA, HANDLE, Program, Site, Source, address, constant, number, size, stride
 from ._native import Launch
 from ._normal_face import EXCHANGE, POLL_NS, Missing
 from ._torch import BF16, FLOAT32, INDEX_TYPES, INT32, OptionalTensor, Tensor
@@ -382,21 +383,21 @@ class ElasticFace:
 
     def _copy_of_indices(self, p: Program, inputs: Inputs, kind: Kind) -> None:
         if kind.copies_topk:
-            p.output(inputs[IDX].dtype, size(X, 0), constant(kind.shape.num_topk))
+            p.output(inputs[IDX].dtype, size(X, 0), constant(kind.shape.num_topk), slab=HANDLE)
         else:
             p.none()
 
     def _make(self, p: Program, inputs: Inputs, kind: Kind, tokens: Source | None) -> list[Source]:
         """The outputs for a handle, as library_tensors; without `tokens`, the rows of recv_src_metadata, not that."""
-        shape, ranks = kind.shape, constant(self._core.group_size)
+        shape, ranks, of_handle = kind.shape, constant(self._core.group_size), functools.partial(p.output, slab=HANDLE)
         local = constant(shape.num_local)
-        made = [p.output(INT32, constant(self._mode.num_scaleup())), p.output(INT32, local), p.output(INT32, local)]
+        made = [of_handle(INT32, constant(self._mode.num_scaleup())), of_handle(INT32, local), of_handle(INT32, local)]
         if tokens is None:
             made.append(constant(0))
         else:
-            made.append(p.output(INT32, tokens, constant(shape.num_topk + 2)))
-        made.append(p.output(INT32, size(X, 0), constant(shape.num_topk)))
-        return [*made, p.output(INT32, ranks, ranks), p.output(INT32, size(X, 0), ranks)]
+            made.append(of_handle(INT32, tokens, constant(shape.num_topk + 2)))
+        made.append(of_handle(INT32, size(X, 0), constant(shape.num_topk)))
+        return [*made, of_handle(INT32, ranks, ranks), of_handle(INT32, size(X, 0), ranks)]
 
     def _handle(
         self,
@@ -490,10 +491,10 @@ class ElasticFace:
         if shape.expand:
             p.none()
         else:
-            sources["recv_topk_idx"] = p.output(topk_idx.dtype, rows, constant(shape.num_topk))
+            sources["recv_topk_idx"] = p.output(topk_idx.dtype, rows, constant(shape.num_topk), slab=DATA)
         if topk_weights is None:
             p.none()
         else:
             choices = () if shape.expand else (constant(shape.num_topk),)
-            sources["recv_topk_weights"] = p.output(FLOAT32, rows, *choices)
+            sources["recv_topk_weights"] = p.output(FLOAT32, rows, *choices, slab=DATA)
         return p.struct(args, **sources)

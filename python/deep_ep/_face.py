@@ -31,6 +31,7 @@ MAX_PLANS = 1024  # of a kind of call
 Source = tuple[int, int, int]  # where a number comes from: one of the kinds below, and what that needs
 _CONSTANT, _SIZE, _NUMBER, _STRIDE, _ADDRESS, _OUTPUT, _BLOB = range(7)
 _STRUCTS = -1  # among the places to read
+ALONE, HANDLE, DATA = -1, -2, -3  # outputs that share an allocation: none; what lives as long as a handle, as rows
 
 
 def constant(value: int) -> Source:
@@ -184,24 +185,29 @@ class Program:
         """The address of a struct."""
         return _BLOB, place, 0
 
-    def output(self, dtype: DType, *sizes: Source, strides: Sequence[int] = ()) -> Source:
-        """Adds a new tensor to the outputs. Returns its address."""
-        kinds = _code(dtype, self._device)
+    def output(self, dtype: DType, *sizes: Source, strides: Sequence[int] = (), slab: int = ALONE) -> Source:
+        """Adds a new tensor to the outputs. Returns its address.
+
+        Args:
+            dtype, sizes, strides: of the tensor.
+            slab: HANDLE or DATA: it shares an allocation with the outputs that name the same, and with them alone.
+        """
+        kinds = *_code(dtype, self._device), dtype.itemsize
         lengths = [value for source in sizes for value in source]
         self._outputs.append(
-            [-1, *kinds, len(sizes), int(bool(strides)), *lengths, *strides, *([0] if strides else [])]
+            [slab, *kinds, len(sizes), int(bool(strides)), *lengths, *strides, *([0] if strides else [])]
         )
         return output(len(self._outputs) - 1)
 
     def none(self) -> Source:
         """Adds None to the outputs. Returns 0."""
-        self._outputs.append([-1, 0, 0, 0, -1, 0])
+        self._outputs.append([ALONE, 0, 0, 0, 0, -1, 0])
         return constant(0)
 
     def view(self, base: Source, sizes: Sequence[int], strides: Sequence[int], offset: int) -> None:
         """Adds a view of an output to the outputs."""
         lengths = [value for length in sizes for value in constant(length)]
-        self._outputs.append([base[1], 0, 0, 0, len(sizes), 1, *lengths, *strides, offset])
+        self._outputs.append([base[1], 0, 0, 0, 0, len(sizes), 1, *lengths, *strides, offset])
 
     def call(self, function: Any, *places: int) -> None:
         """Adds a call: a function of the C API, which takes the buffer and the addresses of two or three structs."""

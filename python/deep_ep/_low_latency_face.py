@@ -7,7 +7,7 @@ from typing import Any
 
 from . import _abi, _face
 from ._core import Core, Held
-from ._face import Program, Site, address, constant, number
+from ._face import HANDLE, Program, Site, address, constant, number
 from ._low_latency_plan import CombinePlan, DispatchPlan
 from ._memory import RowCache
 from ._torch import BF16, FLOAT32, FP8, INT32, INT64, Tensor
@@ -114,9 +114,9 @@ class LowLatencyFace:
             sources["recv_x_scales"] = p.output(dtype, *lengths, columns, strides=plan.scales_strides)
         else:
             p.none()
-        sources["recv_count"] = p.output(INT32, constant(local))
-        sources["src_info"] = p.output(INT32, *lengths)
-        sources["layout_range"] = p.output(INT64, constant(local), constant(core.group_size))
+        sources["recv_count"] = p.output(INT32, constant(local), slab=HANDLE)
+        sources["src_info"] = p.output(INT32, *lengths, slab=HANDLE)
+        sources["layout_range"] = p.output(INT64, constant(local), constant(core.group_size), slab=HANDLE)
         sources |= {"cumulative_recv_stats": address(RECV_STATS), "wait_recv_cost_stats": address(WAIT_STATS)}
         self._finish(p, _abi.LlDispatchArgs, plan.numbers, sources, self._lib.deepep_low_latency_dispatch, halved)
         for value in (plan.bound, plan.hidden, plan.num_experts):

@@ -11,7 +11,7 @@ from typing import Any
 
 from . import _abi, _face, _torch, errors
 from ._core import Core, Ordering
-from ._face import Program, Site, Source, address, constant, number, size, stride
+from ._face import DATA, HANDLE, Program, Site, Source, address, constant, number, size, stride
 from ._memory import RowCache
 from ._native import Launch
 from ._torch import BF16, BOOL, FLOAT32, INDEX_TYPES, INT32, INT64, OptionalTensor, Tensor
@@ -222,10 +222,10 @@ class NormalFace:
         """`key` is what the site's call returned; the arguments are those of the call."""
         core, p = self._core, Program(self._core.device)
         ranks = constant(core.group_size)
-        per_rank = p.output(INT32, ranks)
+        per_rank = p.output(INT32, ranks, slab=HANDLE)
         p.none()  # num_tokens_per_rdma_rank
-        per_expert = p.output(INT32, constant(num_experts))
-        in_rank = p.output(BOOL, size(0, 0), ranks)
+        per_expert = p.output(INT32, constant(num_experts), slab=HANDLE)
+        in_rank = p.output(BOOL, size(0, 0), ranks, slab=HANDLE)
         layout = _abi.sized(
             _abi.Layout, num_topk=topk_idx.shape[1], num_experts=num_experts, index_type=INDEX_TYPES[topk_idx.dtype]
         )
@@ -284,7 +284,7 @@ class NormalFace:
         rows = constant(worst)
         matrix, head = self._matrices(p)
         x_out = self._rows(p, inputs[X], recv_x, 7, rows)
-        source = p.output(INT32, rows)
+        source = p.output(INT32, rows, slab=HANDLE)
         handle = self._handle(p, rows, size(X, 0), matrix, head, source, constant(0))
         notify = self._notify_args(p, inputs, alignment, worst, handle)
         args = self._dispatch_args(p, inputs, rows, handle, x_out, segment, offset)
@@ -352,7 +352,7 @@ class NormalFace:
 
     def _matrices(self, p: Program) -> tuple[Source, Source]:
         ranks = constant(self._core.group_size)
-        return p.output(INT32, ranks, ranks), p.output(INT32, size(X, 0), ranks)
+        return p.output(INT32, ranks, ranks, slab=HANDLE), p.output(INT32, size(X, 0), ranks, slab=HANDLE)
 
     def _views(self, p: Program, matrix: Source) -> None:
         """The views of rank_prefix_matrix in the handle: see HandleTensors.to_tuple."""
@@ -431,6 +431,6 @@ class NormalFace:
         else:
             args.num_topk, args.index_type = idx.shape[1], INDEX_TYPES[idx.dtype]
             sources |= {"topk_idx": address(IDX), "topk_weights": address(WEIGHTS)}
-            sources["recv_topk_idx"] = p.output(idx.dtype, rows, constant(idx.shape[1]))
-            sources["recv_topk_weights"] = p.output(FLOAT32, rows, constant(idx.shape[1]))
+            sources["recv_topk_idx"] = p.output(idx.dtype, rows, constant(idx.shape[1]), slab=DATA)
+            sources["recv_topk_weights"] = p.output(FLOAT32, rows, constant(idx.shape[1]), slab=DATA)
         return p.struct(args, **sources)

@@ -36,6 +36,8 @@ _C_ABI = (
     *("aoti_torch_get_dtype", "aoti_torch_get_device_type", "aoti_torch_get_device_index"),
     *("aoti_torch_empty_strided", "aoti_torch__reinterpret_tensor", "aoti_torch_delete_tensor_object"),
 )
+_VIEWS = ("aoti_torch_cpu_view_dtype", "aoti_torch_cuda_view_dtype")  # a torch may lack these, and the next one
+_WRAP = "_Z16THPVariable_WrapRKN2at10TensorBaseE"  # an object for a tensor, by the name that C++ compilers give it
 _C_ABI_SINCE = (2, 10)
 _current_raw_stream: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
@@ -53,11 +55,22 @@ def c_abi() -> tuple[tuple[int, ...], tuple[Any, ...]]:
     if tuple(int(part) for part in torch.__version__.split(".")[:2]) < _C_ABI_SINCE:
         raise ImportError(f"torch {torch.__version__} is older than {_C_ABI_SINCE[0]}.{_C_ABI_SINCE[1]}")
     library = ctypes.CDLL(str(Path(torch.__file__).with_name("lib") / "libtorch_cpu.so"))
-    addresses = tuple(ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0 for name in _C_ABI)
+    addresses = [ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0 for name in _C_ABI]
+    files = "libtorch_cpu.so", "libtorch_cuda.so", "libtorch_python.so"
+    addresses += map(_address_of, files, (*_VIEWS, _WRAP))
     c = torch._C
     make_object = c._aoti.alloc_tensor_by_stealing_from_void_ptr
     modes = (c._len_torch_function_stack, c.DisableTorchFunction)
-    return addresses, (Tensor, make_object, *modes, torch.is_inference_mode_enabled, c._InferenceMode)
+    return tuple(addresses), (Tensor, make_object, *modes, torch.is_inference_mode_enabled, c._InferenceMode)
+
+
+def _address_of(file: str, name: str) -> int:
+    """The address of a function in one of torch's libraries; 0 if it is not there."""
+    try:
+        library = ctypes.CDLL(str(Path(torch.__file__).with_name("lib") / file))
+        return ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0
+    except (OSError, AttributeError):
+        return 0
 
 
 def holders(tensor: Any) -> int:

@@ -36,6 +36,10 @@ static struct {
   int32_t (*empty_strided)(int64_t, const int64_t *, const int64_t *, int32_t, int32_t, int32_t, Tensor *);
   int32_t (*reinterpret)(Tensor, int64_t, const int64_t *, const int64_t *, int64_t, Tensor *);
   int32_t (*delete_tensor_object)(Tensor);
+  /* as another dtype; may be missing */
+  int32_t (*view_on_cpu)(Tensor, int32_t, Tensor *);
+  int32_t (*view_on_cuda)(Tensor, int32_t, Tensor *);
+  PyObject *(*wrap)(Tensor); /* of libtorch_python: an object for one more holder of the tensor; may be missing */
 } torch;
 
 static PyObject *tensor_type, *wrap, *num_modes, *without_modes, *in_inference, *inference_guard; /* of torch */
@@ -86,7 +90,13 @@ static int wrap_copies;
 
 /* An object of torch's for a tensor, which it takes over. */
 static PyObject *to_python(Tensor tensor) {
-  PyObject *result = NULL, *capsule = PyCapsule_New(tensor, NULL, NULL);
+  PyObject *result = NULL, *capsule;
+  if (torch.wrap != NULL) {
+    result = torch.wrap(tensor);
+    torch.delete_tensor_object(tensor);
+    return result;
+  }
+  capsule = PyCapsule_New(tensor, NULL, NULL);
   if (capsule != NULL) {
     result = PyObject_CallFunctionObjArgs(wrap, capsule, NULL);
     Py_DECREF(capsule);
@@ -236,36 +246,104 @@ static int64_t value_of(Reader *r, const Work *work) {
   }
 }
 
-/* The next output of a plan as an object: a new tensor, a view of an earlier one, or None. NULL: it cannot be had. */
-static PyObject *make_output(Reader *r, Work *work, PyObject *const *earlier, int number) {
-  int64_t base = next(r), dtype = next(r), type = next(r), index = next(r), num_dims = next(r), strided = next(r);
-  int64_t sizes[kMaxDims], strides[kMaxDims], offset = 0, step = 1, d;
+/* An output as a plan describes it. */
+typedef struct Output {
+  int64_t base; /* the output of which it is a view; else kAlone, or of which slab it is a part */
+  int64_t dtype, type, index, width, num_dims, strided, offset;
+  int64_t sizes[kMaxDims], strides[kMaxDims];
+  int64_t place; /* in its slab, bytes */
+} Output;
+
+/* Outputs that live equally long share an allocation, a slab: to allocate costs more than a view. Two of its tensors
+ * do not share a cache line, nor what a bulk copy wants to be aligned. */
+enum { kAlone = -1, kFirstSlab = -2, kMaxSlabs = 2, kSlabAlign = 256, kMaxViews = 4 };
+
+/* Operators of torch declare that their outputs share nothing: how many of them run. */
+static int operators;
+
+typedef int32_t (*ViewFn)(Tensor, int32_t, Tensor *);
+static ViewFn view_on(int64_t device_type) { return device_type == 0 ? torch.view_on_cpu : torch.view_on_cuda; }
+static int may_share(const Output *out) { return operators == 0 && view_on(out->type) != NULL; }
+
+typedef struct Slab {
+  int64_t bytes, width, dtype; /* an element is of the first output's type */
+  Tensor views[kMaxViews];     /* all of it: [0] as allocated, then as other types */
+  int64_t dtypes[kMaxViews];
+  int num_views, num_outputs;
+} Slab;
+
+static int read_output(Reader *r, const Work *work, Output *out) {
+  int64_t step = 1, d;
+  out->base = next(r), out->dtype = next(r), out->type = next(r), out->index = next(r), out->width = next(r);
+  out->num_dims = next(r), out->strided = next(r), out->offset = 0;
+  if (out->num_dims > kMaxDims || out->base < kFirstSlab - kMaxSlabs + 1) return 0;
+  for (d = 0; d < out->num_dims; d++) out->sizes[d] = value_of(r, work);
+  for (d = out->num_dims - 1; d >= 0; d--) {
+    out->strides[d] = step;
+    step *= out->sizes[d] > 1 ? out->sizes[d] : 1;
+  }
+  if (out->num_dims >= 0 && out->strided) {
+    for (d = 0; d < out->num_dims; d++) out->strides[d] = next(r);
+    out->offset = next(r);
+  }
+  return 1;
+}
+
+static void place_in_slab(Output *out, Slab *slab) {
+  int64_t bytes = out->width, d;
+  for (d = 0; d < out->num_dims; d++) bytes *= out->sizes[d];
+  if (slab->width == 0) slab->width = out->width, slab->dtype = out->dtype;
+  out->place = slab->bytes;
+  slab->bytes += (bytes + kSlabAlign - 1) / kSlabAlign * kSlabAlign;
+  slab->num_outputs++;
+}
+
+/* The whole slab as elements of the output's type. NULL: it cannot be had. */
+static Tensor slab_as(Slab *slab, const Output *out) {
+  int i;
+  Tensor *at = slab->views;
+  if (slab->num_views == 0) {
+    int64_t length = slab->bytes / slab->width, step = 1;
+    if (torch.empty_strided(1, &length, &step, (int32_t)slab->dtype, (int32_t)out->type, (int32_t)out->index, at))
+      return NULL;
+    slab->dtypes[slab->num_views++] = slab->dtype;
+  }
+  for (i = 0; i < slab->num_views; i++)
+    if (slab->dtypes[i] == out->dtype) return at[i];
+  if (i == kMaxViews || view_on(out->type)(at[0], (int32_t)out->dtype, &at[i])) return NULL;
+  slab->dtypes[slab->num_views++] = out->dtype;
+  return at[i];
+}
+
+static void drop_slabs(Slab *slabs) {
+  int i, k;
+  for (i = 0; i < kMaxSlabs; i++)
+    for (k = 0; k < slabs[i].num_views; k++) torch.delete_tensor_object(slabs[i].views[k]);
+}
+
+/* An output as an object: a new tensor, a view of an earlier one or of a slab, or None. NULL: it cannot be had. */
+static PyObject *make_output(const Output *out, Slab *slabs, PyObject *const *earlier, void **address) {
   Tensor tensor = NULL;
   int32_t failed;
-  work->addresses[number] = NULL;
-  if (num_dims < 0) {
+  *address = NULL;
+  if (out->num_dims < 0) {
     Py_INCREF(Py_None);
     return Py_None;
   }
-  if (num_dims > kMaxDims) return NULL;
-  for (d = 0; d < num_dims; d++) sizes[d] = value_of(r, work);
-  for (d = num_dims - 1; d >= 0; d--) {
-    strides[d] = step;
-    step *= sizes[d] > 1 ? sizes[d] : 1;
-  }
-  if (strided) {
-    for (d = 0; d < num_dims; d++) strides[d] = next(r);
-    offset = next(r);
-  }
-  if (base >= 0) {
+  if (out->base >= 0) {
     Seen of;
-    if (!look(earlier[base], &of)) return NULL;
-    failed = torch.reinterpret(&of.impl, num_dims, sizes, strides, offset, &tensor);
+    if (!look(earlier[out->base], &of)) return NULL;
+    failed = torch.reinterpret(&of.impl, out->num_dims, out->sizes, out->strides, out->offset, &tensor);
+  } else if (out->base <= kFirstSlab && slabs[kFirstSlab - out->base].num_outputs > 1) {
+    Tensor whole = slab_as(&slabs[kFirstSlab - out->base], out);
+    failed = whole == NULL ||
+             torch.reinterpret(whole, out->num_dims, out->sizes, out->strides, out->place / out->width, &tensor);
   } else {
-    failed = torch.empty_strided(num_dims, sizes, strides, (int32_t)dtype, (int32_t)type, (int32_t)index, &tensor);
+    failed = torch.empty_strided(out->num_dims, out->sizes, out->strides, (int32_t)out->dtype, (int32_t)out->type,
+                                 (int32_t)out->index, &tensor);
   }
   if (failed || tensor == NULL) return NULL;
-  if (torch.get_data_ptr(tensor, &work->addresses[number])) {
+  if (torch.get_data_ptr(tensor, address)) {
     torch.delete_tensor_object(tensor);
     return NULL;
   }
@@ -300,6 +378,8 @@ static PyObject *nothing(void) {
 static PyObject *follow(const Site *site, PyObject *launch, const Given *given, PyObject *plan) {
   _Alignas(16) unsigned char blob[kMaxBlob];
   PyObject *outputs[kMaxOutputs], *result;
+  Output described[kMaxOutputs];
+  Slab slabs[kMaxSlabs] = {{0}};
   Work work = {given, blob, {NULL}};
   Reader r;
   char *start, *program;
@@ -318,12 +398,19 @@ static PyObject *follow(const Site *site, PyObject *launch, const Given *given, 
   memcpy(blob, start, (size_t)blob_bytes);
   num_outputs = next(&r);
   if (num_outputs > kMaxOutputs) return nothing();
+  for (i = 0; i < num_outputs; i++) {
+    if (!read_output(&r, &work, &described[i])) return nothing();
+    if (described[i].base <= kFirstSlab && !may_share(&described[i])) described[i].base = kAlone;
+    if (described[i].base <= kFirstSlab) place_in_slab(&described[i], &slabs[kFirstSlab - described[i].base]);
+  }
   for (; made < num_outputs; made++) {
-    outputs[made] = make_output(&r, &work, outputs, made);
-    if (outputs[made] == NULL) {
-      drop(outputs, made);
-      return nothing();
-    }
+    outputs[made] = make_output(&described[made], slabs, outputs, &work.addresses[made]);
+    if (outputs[made] == NULL) break;
+  }
+  drop_slabs(slabs);
+  if (made < num_outputs) {
+    drop(outputs, made);
+    return nothing();
   }
   for (count = next(&r); count > 0; count--) {
     int64_t offset = next(&r), width = next(&r), value = value_of(&r, &work);
@@ -612,6 +699,15 @@ static PyObject *properties(PyObject *module, PyObject *tensor) {
                        (long long)(seen.num_dims > 0 ? seen.sizes[seen.num_dims - 1] : -1));
 }
 
+/* operator_runs(by): 1 when an operator of torch begins, -1 when it ends. */
+static PyObject *operator_runs(PyObject *module, PyObject *by) {
+  int number = (int)PyLong_AsLong(by);
+  (void)module;
+  if (PyErr_Occurred()) return NULL;
+  operators += number;
+  Py_RETURN_NONE;
+}
+
 /* probe(copies): an object made of a handle, for Python to count its holders, with wrap_copies set first. */
 static PyObject *probe(PyObject *module, PyObject *copies) {
   const int64_t one = 1;
@@ -635,7 +731,7 @@ static PyObject *start(PyObject *module, PyObject *args) {
   }
   for (i = 0; i < num_functions; i++) {
     void *address = PyLong_AsVoidPtr(PyTuple_GetItem(addresses, (Py_ssize_t)i));
-    if (address == NULL) return NULL;
+    if (PyErr_Occurred()) return NULL;
     memcpy((char *)&torch + i * sizeof address, &address, sizeof address);
   }
   for (i = 0; i < num_objects; i++) {
@@ -657,6 +753,7 @@ static PyMethodDef functions[] = {{"start", start, METH_VARARGS, NULL},
                                   {"poll_counts", poll_counts, METH_VARARGS, NULL},
                                   {"call_again", (PyCFunction)(void (*)(void))call_again, METH_FASTCALL, NULL},
                                   {"place_rows", (PyCFunction)(void (*)(void))place_rows, METH_FASTCALL, NULL},
+                                  {"operator_runs", operator_runs, METH_O, NULL},
                                   {"probe", probe, METH_O, NULL},
                                   {"properties", properties, METH_O, NULL},
                                   {NULL, NULL, 0, NULL}};

@@ -464,6 +464,59 @@ def test_rows_of_a_pool_that_fails_are_pythons():
     assert pool.place(x, 40, begin=fails) is None and pool.seen == ["select", "none"]
 
 
+def rank_shared(ctx):
+    """Outputs that live as long as a handle share one allocation and do not overlap; rows have memory of their own."""
+    tokens, experts = 24, 4 * ctx.size
+    x = torch.ones(tokens, 256, dtype=torch.bfloat16, device=ctx.device)
+    idx = (torch.arange(tokens * 2, device=ctx.device) % experts).view(tokens, 2)
+    weights = torch.ones(tokens, 2, device=ctx.device)
+    with alone.buffer_of(ctx) as buffer:
+        for _ in range(2):
+            layout = buffer.get_dispatch_layout(idx, experts)
+            per_rank, _, per_expert, in_rank, _ = layout
+            counts = {"num_tokens_per_rank": per_rank, "num_tokens_per_expert": per_expert, "is_token_in_rank": in_rank}
+            fresh = buffer.dispatch(x, **counts, topk_idx=idx, topk_weights=weights)
+            ll = buffer.low_latency_dispatch(x, idx, tokens, experts, use_fp8=True)
+        matrix, _, _, source, _, head = fresh[4]
+        together = flat(layout), [matrix, head], list(fresh[1:3]), [ll[1], *ll[2][:2]]
+        for group in together:
+            assert len({one.untyped_storage().data_ptr() for one in group}) == 1
+            places = sorted((one.data_ptr(), one.data_ptr() + one.nbytes) for one in group)
+            assert all(place % 64 == 0 for place, _ in places)
+            assert all(end <= start for (_, end), (start, _) in zip(places, places[1:], strict=False)), places
+        alone_ones = [fresh[0], source, *ll[0]]
+        storages = {one.untyped_storage().data_ptr() for group in (*together, alone_ones) for one in group}
+        assert len(storages) == len(together) + len(alone_ones)
+
+
+@checks.needs_face
+def test_small_outputs_share_an_allocation(pool):
+    pool.run(2, rank_shared)
+
+
+@checks.needs_face
+def test_a_torch_that_lacks_some_functions(tmp_path):
+    program = "\n".join(
+        (
+            "import torch",
+            "from deep_ep import _face, _torch",
+            "_torch._WRAP, _torch._VIEWS = 'not there', ('no', 'no')",
+            "from deep_ep import Bootstrap, Buffer",
+            "buffer = Buffer(None, 1 << 20, engine='cpu', bootstrap=Bootstrap.file(0, 1, folder))",
+            "idx = torch.arange(8).view(4, 2)",
+            "first = buffer.get_dispatch_layout(idx, 8)",
+            "again = buffer.get_dispatch_layout(idx, 8)",
+            "assert _face.load() is not None and buffer._normal._face._layout._plans, _face.missing",
+            "assert all(torch.equal(first[i], again[i]) for i in (0, 2, 3)), again",
+            "assert all(type(again[i]) is torch.Tensor and again[i]._use_count() == 1 for i in (0, 2, 3))",
+        )
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", f"folder = {str(tmp_path)!r}\n{program}"], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize(("text", "want"), (("0", "DEEPEP_TORCH_FACE=0"), ("2", "argument DEEPEP_TORCH_FACE: got '2'")))
 def test_setting(text, want):
     program = "from deep_ep import _face\nassert _face.load() is None\nprint(_face.missing)"
@@ -486,11 +539,16 @@ def test_functions_of_torch_are_what_the_module_takes_them_for(tmp_path):
     fields = re.findall(r"int32_t \(\*(\w+)\)\(([^;]*)\);", body)
     from deep_ep import _torch
 
-    assert len(fields) == len(_torch._C_ABI)
-    lines = ["#include <torch/csrc/inductor/aoti_torch/c/shim.h>", "using Tensor = AtenTensorHandle;"]
-    for (_, arguments), name in zip(fields, _torch._C_ABI, strict=True):
+    names = (*_torch._C_ABI, *_torch._VIEWS)
+    assert len(fields) == len(names)
+    shim = "torch/csrc/inductor/aoti_torch"
+    headers = [f"{shim}/c/shim.h", *(f"{shim}/generated/c_shim_{device}.h" for device in ("cpu", "cuda"))]
+    lines = [*(f"#include <{header}>" for header in headers), "using Tensor = AtenTensorHandle;"]
+    lines.append("namespace at { class TensorBase; }")
+    lines.append("PyObject *THPVariable_Wrap(const at::TensorBase &);")
+    for (_, arguments), name in zip(fields, names, strict=True):
         lines.append(f'static_assert(std::is_same<decltype(&{name}), AOTITorchError (*)({arguments})>::value, "");')
-    (tmp_path / "check.cpp").write_text("#include <type_traits>\n" + "\n".join(lines) + "\n")
+    (tmp_path / "check.cpp").write_text("#include <Python.h>\n#include <type_traits>\n" + "\n".join(lines) + "\n")
     include = Path(torch.__file__).parent / "include"
     command = ["g++", "-std=c++17", "-fsyntax-only", f"-I{include}", f"-I{sysconfig.get_paths()['include']}"]
     done = subprocess.run([*command, str(tmp_path / "check.cpp")], capture_output=True, text=True)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .. import errors
+from .. import _face, errors
 from .._torch import opaque
 
 NAMESPACE = "deep_ep"
@@ -45,12 +45,29 @@ def unsupported(name: str, what: str, instead: str) -> errors.DeepEPNotImplement
     return errors.DeepEPNotImplementedError(errors.UNSUPPORTED, text)
 
 
+def _without_sharing(kernel: Kernel) -> Kernel:
+    """The kernel, whose outputs share no allocation: an operator declares that they are no aliases of each other."""
+
+    def apart(*args: Any) -> Any:
+        face = _face.load()
+        if face is None:
+            return kernel(*args)
+        face.operator_runs(1)
+        try:
+            return kernel(*args)
+        finally:
+            face.operator_runs(-1)
+
+    return apart
+
+
 def define(name: str, signature: str, kernel: Kernel, fake: Kernel, gradient: Gradient) -> Any:
     """Defines ``deep_ep::name`` for CPU and CUDA tensors; returns its overload in torch.ops.
 
     Every argument is positional, so that the kernels get none by keyword. The dispatcher leaves out arguments that
     have their default: kernels have the same defaults.
     """
+    kernel = _without_sharing(kernel)
     library.define(name + signature)
     operator: Any = getattr(getattr(torch.ops, NAMESPACE), name).default
 
