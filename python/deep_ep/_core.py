@@ -317,7 +317,10 @@ class Core:
 class Ordering:
     """How one operation is ordered among streams, and what it keeps alive."""
 
-    __slots__ = ("core", "async_finish", "previous", "on_comm", "struct", "launch", "begun", "given_back", "context")
+    __slots__ = (
+        *("core", "async_finish", "previous", "on_comm", "stream", "struct", "launch", "begun", "given_back"),
+        "context",
+    )
 
     def __init__(
         self, core: Core, previous_event: EventOverlap | None, async_finish: bool, allocate_on_comm_stream: bool
@@ -335,7 +338,8 @@ class Ordering:
         self.on_comm = not core.host_stream and self.previous is not None
         self.launch = core.take_launch()
         self.begun = self.given_back = False
-        self.struct = _abi.sized(_abi.Call, stream=core.current_stream())
+        self.stream = core.current_stream()
+        self.struct = _abi.sized(_abi.Call)
         self.context: Any = _torch.stream_context(core.comm_stream) if self.on_comm else contextlib.nullcontext()
 
     def first(self, function: Any, args: Any, *after: Any, config: Any, held: Held) -> None:
@@ -399,7 +403,7 @@ class Ordering:
             try:
                 launch.create_event(core.native)
                 on_comm = self.async_finish or self.on_comm
-                core.native.record_event(launch.event, core.comm_stream_address if on_comm else self.struct.stream)
+                core.native.record_event(launch.event, core.comm_stream_address if on_comm else self.stream or 0)
             except errors.DeepEPError:
                 return  # they are kept until destroy()
         launch.left = True
@@ -408,13 +412,7 @@ class Ordering:
         """The deepep_call of the next library call; `last`: its end is the end of the whole operation."""
         struct, core = self.struct, self.core
         struct.config = ctypes.addressof(config) if config is not None else None
-        struct.previous_event = None
-        if self.previous is not None:
-            if self.previous._launch is not None:
-                struct.previous_event = self.previous._launch.event
-            elif not core.host_stream:
-                core.comm_stream.wait_event(self.previous._torch)
-                struct.stream = core.comm_stream_address
+        struct.stream, struct.previous_event = self.behind()
         struct.event = None
         if core.host_stream or (last and self.async_finish):
             self.launch.create_event(core.native)
@@ -424,6 +422,25 @@ class Ordering:
             core.torch_current_stream().wait_stream(core.comm_stream)
         struct.is_async = 1 if core.host_stream or later else 0
         return ctypes.byref(struct)
+
+    def behind(self) -> tuple[int | None, int | None]:
+        """The stream and the previous_event of the next library call."""
+        previous, core = self.previous, self.core
+        if previous is None:
+            return self.stream, None
+        if previous._launch is not None:
+            return self.stream, previous._launch.event
+        if not core.host_stream:  # the library knows no torch event: the call follows what follows it
+            core.comm_stream.wait_event(previous._torch)
+            self.stream = core.comm_stream_address
+        return self.stream, None
+
+    def streams(self) -> tuple[Any, ...] | None:
+        """CUDA engine: the torch streams that use the call's tensors beside the stream of their memory; None: none."""
+        core = self.core
+        if self.on_comm:
+            return core.comm_stream, core.torch_current_stream()
+        return (core.comm_stream,) if self.async_finish else None
 
     def append(self, event: EventOverlap, work: Callable[[], None]) -> None:
         """Runs torch calls behind the ended operation, and has `event`, which `last` returned, stand for them too.
@@ -442,15 +459,19 @@ class Ordering:
 
     def _mark(self, tensors: Held) -> None:
         """CUDA engine: torch's allocator learns, before the launch, which tensors another stream than theirs uses."""
-        if not self.async_finish and not self.on_comm:
+        streams = self.streams()
+        if streams is None:
             return  # the caller's stream waits for the work, and all the memory belongs to that stream
-        core = self.core
-        current = core.torch_current_stream()
         for tensor in tensors:
             if tensor is not None:
-                tensor.record_stream(core.comm_stream)
-                if self.on_comm:
-                    tensor.record_stream(current)
+                for stream in streams:
+                    tensor.record_stream(stream)
+
+    def ended(self) -> EventOverlap:
+        """CUDA engine: the event of an asynchronous operation whose last call was launched."""
+        core, launch = self.core, self.launch
+        core.kept.pop(launch, None)  # the last call's end is that of the first too
+        return EventOverlap(EventHandle._of_call(core, launch, core.idle))
 
     def _finish(self) -> EventOverlap:
         core, launch = self.core, self.launch
@@ -463,10 +484,10 @@ class Ordering:
             core.kept.pop(launch, None)
             self._give_back()
             return EventOverlap()
-        core.kept.pop(launch, None)  # the last call's end is that of the first too
         if self.async_finish:
-            return EventOverlap(EventHandle._of_call(core, launch, core.idle))
-        if self.struct.stream == core.comm_stream_address:  # after a torch event; the library knew no other stream
+            return self.ended()
+        core.kept.pop(launch, None)
+        if self.stream == core.comm_stream_address:  # after a torch event; the library knew no other stream
             core.torch_current_stream().wait_stream(core.comm_stream)
         self._give_back()
         return EventOverlap()

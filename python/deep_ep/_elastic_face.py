@@ -62,12 +62,12 @@ class ElasticFace:
         self._core, self._mode = core, mode
         self._lib = core.native.lib.with_gil
         self._poll, self._wait_address = _face.load().poll_counts, _face.address_of(self._lib.deepep_wait_counts)
-        self._notify = Site(core, _FRESH, 7, 3, strided=(SCALES,))
-        self._send = Site(core, (*_FRESH, *_MADE[:METADATA], *_MADE[SLOTS:], _ROWS), 6, 10, strided=(SCALES,))
-        self._worst = Site(core, (*_FRESH, _ROWS), 7, 5, strided=(SCALES,))
+        self._notify = Site(core, _FRESH, 7, 1, strided=(SCALES,))
+        self._send = Site(core, (*_FRESH, *_MADE[:METADATA], *_MADE[SLOTS:], _ROWS), 6, 8, strided=(SCALES,))
+        self._worst = Site(core, (*_FRESH, _ROWS), 7, 3, strided=(SCALES,))
         of_handle = _ROWS, *_MADE  # topk_idx and library_tensors; with _CHOSEN what _of_handle gives
-        self._again = Site(core, (_ROWS, _ROWS, _ROWS, _ROWS, *of_handle), len(_CHOSEN) + 10, 7, strided=(SCALES,))
-        self._combine = Site(core, (_ROWS, _ROWS, _ROWS, _ROWS, *of_handle), len(_CHOSEN) + 2, 3)
+        self._again = Site(core, (_ROWS, _ROWS, _ROWS, _ROWS, *of_handle), len(_CHOSEN) + 10, 5, strided=(SCALES,))
+        self._combine = Site(core, (_ROWS, _ROWS, _ROWS, _ROWS, *of_handle), len(_CHOSEN) + 2, 1)
 
     # ---- calls. They return the result of ElasticBuffer's method, or why there is none: nothing was launched then
 
@@ -244,13 +244,13 @@ class ElasticFace:
 
     def _add_notify(self, key: bytes, inputs: Inputs, kind: Kind) -> None:
         """Results: token, exchange, the copy of topk_idx, library_tensors of the handle without recv_src_metadata."""
-        core, p = self._core, self._start(inputs)
+        p = self._start(inputs)
         self._copy_of_indices(p, inputs, kind)
         made = self._make(p, inputs, kind, None)
         handle = self._handle(p, inputs[IDX], kind.shape, address(IDX), made, size(X, 0))
         notify = self._notify_args(p, inputs, kind, handle)
         token = p.struct(ctypes.c_uint64())
-        call = _face.call_struct(core, p, number(0), number(1), number(2))
+        call = _face.call_struct(p, number(0), 1)
         p.call(self._lib.deepep_notify_counts, notify, call, token)
         p.read(token)
         p.read(handle + _abi.Handle.exchange.offset)
@@ -258,8 +258,8 @@ class ElasticFace:
 
     def _add_send(self, key: bytes, inputs: Inputs, kind: Kind, made: Sequence[Tensor], recv_x: OptionalTensor) -> None:
         """The rows, once the counts are known; results: recv_src_metadata, and what is received."""
-        core, p = self._core, self._start(inputs)
-        tokens, rows, token, exchange, segment, offset, column, config, stream_of, event = map(number, range(10))
+        p = self._start(inputs)
+        tokens, rows, token, exchange, segment, offset, column, config = map(number, range(8))
         metadata = p.output(INT32, tokens, constant(kind.shape.num_topk + 2))
         first = STATS + 1
         given = [address(first + i) for i in range(len(made))]
@@ -272,13 +272,13 @@ class ElasticFace:
         args = self._dispatch_args(p, inputs[:SCALES + 1], inputs[WEIGHTS], WEIGHTS, inputs[IDX], kind, rows, handle,
                                    recv_x, place, segment, offset, column)  # fmt: skip
         p.write(args, _abi.DispatchArgs, "token", token)
-        p.call(self._lib.deepep_dispatch, args, _face.call_struct(core, p, config, stream_of, event))
+        p.call(self._lib.deepep_dispatch, args, _face.call_struct(p, config, 8))
         self._send.add(key, p)
 
     def _add_worst(self, key: bytes, inputs: Inputs, kind: Kind, recv_x: OptionalTensor) -> None:
         """Results: token, exchange, the copy of topk_idx, library_tensors of the handle, what is received."""
-        core, p, shape = self._core, self._start(inputs), kind.shape
-        segment, offset, config, stream_of, event = map(number, range(5))
+        p, shape = self._start(inputs), kind.shape
+        segment, offset, config = map(number, range(3))
         rows, tokens = constant(shape.worst_rows()), constant(shape.bound())
         self._copy_of_indices(p, inputs, kind)
         made = self._make(p, inputs, kind, tokens)
@@ -288,9 +288,10 @@ class ElasticFace:
         column = constant(scale_column(shape.worst_rows()))
         args = self._dispatch_args(p, inputs[:SCALES + 1], inputs[WEIGHTS], WEIGHTS, inputs[IDX], kind, rows, handle,
                                    recv_x, STATS + 1, segment, offset, column)  # fmt: skip
-        call = _face.call_struct(core, p, config, stream_of, event)
+        begins = _face.call_struct(p, config, 3, ends=self._core.host_stream)
+        call = _face.call_struct(p, config, 3)
         token = args + _abi.DispatchArgs.token.offset  # the one call writes it where the other reads it
-        p.call(self._lib.deepep_notify_counts, notify, call, token)
+        p.call(self._lib.deepep_notify_counts, notify, begins, token)
         p.call(self._lib.deepep_dispatch, args, call)
         p.read(token)
         p.read(handle + _abi.Handle.exchange.offset)
@@ -306,8 +307,8 @@ class ElasticFace:
         kind: Kind,
     ) -> None:
         """Results: what is received."""
-        core, p = self._core, Program(self._core.device)
-        rows, exchange, segment, offset, column, stream_of, event = map(number, range(7))
+        p = Program(self._core.device)
+        rows, exchange, segment, offset, column = map(number, range(5))
         given, idx, first = 3, 4, 5
         for place in (SCALES, 2, idx, first + SLOTS, first + HEAD):
             if place not in (SCALES, 2) or (scales, topk_weights)[place - 1] is not None:
@@ -321,7 +322,7 @@ class ElasticFace:
                                    missing.recv_x, given, segment, offset, column)  # fmt: skip
         p.write(args, _abi.DispatchArgs, "cached", constant(1))
         config = constant(ctypes.addressof(kind.config))
-        p.call(self._lib.deepep_dispatch, args, _face.call_struct(core, p, config, stream_of, event))
+        p.call(self._lib.deepep_dispatch, args, _face.call_struct(p, config, 5))
         self._again.add(missing.key, p)
 
     def add_combine(
@@ -368,7 +369,7 @@ class ElasticFace:
         p.write_at(bias_at, address(2))
         p.write_at(bias_at + 8, address(3))
         chosen = constant(ctypes.addressof(config))
-        p.call(self._lib.deepep_combine, place, _face.call_struct(core, p, chosen, number(1), number(2)))
+        p.call(self._lib.deepep_combine, place, _face.call_struct(p, chosen, 1))
         self._combine.add(missing.key, p)
 
     # ---- parts of plans

@@ -258,7 +258,7 @@ class Site:
             core: the buffer.
             tensors: for each tensor of the call the dimensions that may have any length.
             num_scalars: arguments on which a plan depends: None, bools, ints.
-            num_numbers: ints on which it does not.
+            num_numbers: ints on which it does not, without those of call_struct.
             strided: tensors that need not be contiguous.
             ordinary: outputs are no inference tensors in inference mode either.
         """
@@ -267,7 +267,7 @@ class Site:
         free = tuple(sum(1 << dimension for dimension in open_dimensions) for open_dimensions in tensors)
         mask = sum(1 << index for index in strided)
         handle = int(core.native._as_parameter_.value or 0)
-        site = load().Site(handle, core.kept, self._plans, free, num_scalars, num_numbers, mask, ordinary)
+        site = load().Site(handle, core.kept, self._plans, free, num_scalars, num_numbers + _OF_CALL, mask, ordinary)
         self.call = site.call
 
     def run(self, launch: Launch | None, *args: Any, begun: bool = False, ends: bool = True) -> Any:
@@ -275,7 +275,7 @@ class Site:
 
         Args:
             launch: of Core.take_launch_with_event.
-            args: of the site, without the stream and the event.
+            args: of the site, without the numbers of call_struct.
             begun: an earlier call of the operation was launched.
             ends: the call ends the operation.
 
@@ -287,13 +287,13 @@ class Site:
         """
         core = self._core
         if launch is None:
-            got = self.call(None, *args, core.raw_stream(), 0)
+            got = self.call(None, None, *args, core.raw_stream(), 0, 0, 0)
             if type(got) is list:
                 raise _noted(core.native.error(got[0]), got)
             return got
         try:
             launch.left = False
-            got = self.call(launch, *args, 0, launch.event)
+            got = self.call(launch, None, *args, 0, launch.event, 1, 0)
             if type(got) is list:
                 error = core.native.error(got[0])
                 if not begun and got[1] == 0:
@@ -314,7 +314,7 @@ class Site:
         launch = core.take_launch_with_event()
         try:
             launch.left = False
-            got = self.call(launch, *args, 0, launch.event)
+            got = self.call(launch, None, *args, 0, launch.event, 1, 0)
             if type(got) is list:
                 error = core.native.error(got[0])
                 core.kept.pop(launch, None)
@@ -329,6 +329,36 @@ class Site:
         core.idle.append(launch)
         return got, None
 
+    def run_behind(self, order: Any, *args: Any, steps: int = 1, step: int = 1) -> Any:
+        """CUDA engine: makes an asynchronous call, or a step of one.
+
+        Args:
+            order: its Ordering; outputs are made in its context.
+            args: of the site, without the numbers of call_struct.
+            steps, step: of the operation. Between steps its tensors are in `kept`, under the launch of `order`.
+
+        Returns:
+            What `run` returns.
+
+        Raises:
+            DeepEPError: the library refused the call.
+        """
+        core, launch, last = self._core, order.launch, step == steps
+        if last:
+            launch.create_event(core.native)
+        streams = order.streams() if last else None
+        with order.context:
+            stream, previous = order.behind()
+            got = self.call(
+                None if steps == 1 else launch, streams, *args, stream or 0, launch.event if last else 0, 1,
+                previous or 0,
+            )  # fmt: skip
+        if type(got) is list:
+            if step == 1 and got[1] == 0:
+                core.kept.pop(launch, None)
+            raise _noted(core.native.error(got[0]), got)
+        return got
+
     def add(self, key: bytes, program: Program | None) -> None:
         """Keeps a plan under the key that `call` returned. None: such calls are Python's for ever."""
         if len(self._plans) >= MAX_PLANS:
@@ -336,10 +366,16 @@ class Site:
         self._plans[key] = program.finish() if program is not None else None
 
 
-def call_struct(core: Any, program: Program, config: Source, stream: Source, event: Source) -> int:
-    """Adds the deepep_call of a synchronous operation.
+_OF_CALL = 4  # the numbers of call_struct, behind those of the site
 
-    On the CPU engine the call returns at once and its caller waits for the event, in slices.
+
+def call_struct(program: Program, config: Source, first: int, *, ends: bool = True) -> int:
+    """Adds a deepep_call; its numbers, from `first` on: stream, event, is_async, previous_event.
+
+    On the CPU engine each call returns at once, and a synchronous one's caller waits for the event, in slices. Without
+    `ends` the operation goes on after this call, which has no event.
     """
-    value = _abi.sized(_abi.Call, is_async=int(core.host_stream))
-    return program.struct(value, config=config, stream=stream, event=event)
+    value = _abi.sized(_abi.Call)
+    stream, event, is_async, previous = (number(first + i) for i in range(_OF_CALL))
+    sources = {"stream": stream, "is_async": is_async, "previous_event": previous} | ({"event": event} if ends else {})
+    return program.struct(value, config=config, **sources)

@@ -96,7 +96,7 @@ class LowLatencyMode:
                 elif core.host_stream:
                     got = face.dispatch.run(core.take_launch_with_event(), *given)
                 else:
-                    got = face.dispatch.call(None, *given, core.raw_stream(), 0)
+                    got = face.dispatch.call(None, None, *given, core.raw_stream(), 0, 0, 0)
                 if type(got) is tuple:
                     if return_recv_hook:
                         structs, *got = got
@@ -246,7 +246,7 @@ class LowLatencyMode:
                 elif core.host_stream:
                     got = face.combine.run(core.take_launch_with_event(), *given)
                 else:
-                    got = face.combine.call(None, *given, core.raw_stream(), 0)
+                    got = face.combine.call(None, None, *given, core.raw_stream(), 0, 0, 0)
                 if type(got) is tuple:
                     combined: Any = out if got[-1] is None else got[-1]
                     if return_recv_hook:

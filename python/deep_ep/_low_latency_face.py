@@ -7,7 +7,7 @@ from typing import Any
 
 from . import _abi, _face
 from ._core import Core, Held
-from ._face import HANDLE, Program, Site, address, constant, number
+from ._face import HANDLE, Program, Site, address, constant
 from ._low_latency_plan import CombinePlan, DispatchPlan
 from ._memory import RowCache
 from ._torch import BF16, FLOAT32, FP8, INT32, INT64, Tensor
@@ -65,8 +65,8 @@ class LowLatencyFace:
         self._core = core
         self._lib = core.native.lib.with_gil
         fixed: tuple[int, ...] = ()
-        self.dispatch = Site(core, (fixed,) * 5, 6, 2, ordinary=True)
-        self.combine = Site(core, (fixed,) * 7, 7, 2, ordinary=True)
+        self.dispatch = Site(core, (fixed,) * 5, 6, 0, ordinary=True)
+        self.combine = Site(core, (fixed,) * 7, 7, 0, ordinary=True)
         self.second_of_dispatch = Second(core, _abi.LlDispatchArgs, self._lib.deepep_low_latency_dispatch)
         self.second_of_combine = Second(core, _abi.LlCombineArgs, self._lib.deepep_low_latency_combine)
 
@@ -154,4 +154,4 @@ class LowLatencyFace:
             args.phases = _abi.SEND
             p.read_structs()
         place = p.struct(args, **sources)
-        p.call(function, place, _face.call_struct(self._core, p, constant(0), number(0), number(1)))
+        p.call(function, place, _face.call_struct(p, constant(0), 0))

@@ -166,14 +166,13 @@ class NormalMode:
         allocate_on_comm_stream: bool = False,
     ) -> tuple[Tensor, OptionalTensor, Tensor, Tensor, EventOverlap]:
         """Buffer.get_dispatch_layout."""
-        core, face, missing = self._core, None, None
+        core, missing = self._core, None
         if core.kept or not core.is_ready:
             core.enter()
-        if previous_event is None and async_finish is False and allocate_on_comm_stream is False:
-            face = self._opened_face()
+        face, order = self._face_for(previous_event, async_finish, allocate_on_comm_stream)
         with _torch.without_modes():
             if face is not None and not core.host_stream:
-                result = face.layout(topk_idx, num_experts)
+                result = face.layout(topk_idx, num_experts, order)
                 if type(result) is tuple:
                     return result
                 missing = result
@@ -182,26 +181,22 @@ class NormalMode:
             if core.host_stream:  # plain memory can be read here, before anything runs; a kernel could only fail
                 _torch.check_indices("topk_idx", topk_idx, num_experts)
                 if face is not None:
-                    result = face.layout(topk_idx, num_experts)
+                    result = face.layout(topk_idx, num_experts, order)
                     if type(result) is tuple:
                         return result
                     missing = result
-            result = self._layout(topk_idx, num_experts, previous_event, async_finish, allocate_on_comm_stream)
+            if order is None:
+                order = Ordering(core, previous_event, async_finish, allocate_on_comm_stream)
+            result = self._layout(topk_idx, num_experts, order)
             if face is not None and missing is not None:
                 face.add_layout(missing.key, topk_idx, num_experts)
         return result
 
     def _layout(
-        self,
-        topk_idx: Tensor,
-        num_experts: int,
-        previous_event: EventOverlap | None,
-        async_finish: bool,
-        allocate_on_comm_stream: bool,
+        self, topk_idx: Tensor, num_experts: int, order: Ordering
     ) -> tuple[Tensor, OptionalTensor, Tensor, Tensor, EventOverlap]:
         """Without the compiled face, after the checks."""
         core = self._core
-        order = Ordering(core, previous_event, async_finish, allocate_on_comm_stream)
         ranks, nodes = core.group_size, core.num_nodes
         with order.context:
             per_rank = _torch.empty((ranks,), INT32, core.device)
@@ -244,29 +239,31 @@ class NormalMode:
         global_expert_id_offset: int = 0,
     ) -> Dispatched:
         """Buffer.dispatch; `num_sms` counts where `config` is None."""
-        core, face, missing = self._core, None, None
+        core, missing = self._core, None
         if core.kept or not core.is_ready:
             core.enter()
         topk = topk_idx, topk_weights
         counts = num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert
         data: Any
         data, scales = x if type(x) is tuple and len(x) == 2 else (x, None)
-        if previous_event is None and async_finish is False and allocate_on_comm_stream is False:
-            face = self._opened_face()
+        face, order = self._face_for(previous_event, async_finish, allocate_on_comm_stream)
         native_config = self._config(config, 0, num_sms)
         with _torch.without_modes():
             if face is not None and not global_expert_id_offset:
                 where = ctypes.addressof(native_config)
                 if handle is None:
-                    missing = face.fresh((data, scales, *counts, *topk), expert_alignment, num_worst_tokens, where)
+                    missing = face.fresh(
+                        (data, scales, *counts, *topk), expert_alignment, num_worst_tokens, where, order
+                    )
                 elif topk_idx is None and topk_weights is None:
-                    missing = face.cached(data, scales, handle, where)
+                    missing = face.cached(data, scales, handle, where, order)
                 if type(missing) is tuple:
                     return missing
+            if order is None:
+                order = Ordering(core, previous_event, async_finish, allocate_on_comm_stream)
             result = self._dispatch(
                 x, handle, counts, num_tokens_per_rdma_rank, topk, (expert_alignment, num_worst_tokens),
-                native_config, Ordering(core, previous_event, async_finish, allocate_on_comm_stream),
-                global_expert_id_offset,
+                native_config, order, global_expert_id_offset,
             )  # fmt: skip
             if face is not None and missing is not None:
                 if handle is None:
@@ -427,18 +424,18 @@ class NormalMode:
         allocate_on_comm_stream: bool,
     ) -> tuple[Tensor, OptionalTensor, EventOverlap]:
         """Buffer.combine; `num_sms` counts where `config` is None."""
-        core, face, missing = self._core, None, None
+        core, missing = self._core, None
         if core.kept or not core.is_ready:
             core.enter()
-        if previous_event is None and async_finish is False and allocate_on_comm_stream is False:
-            face = self._opened_face()
+        face, order = self._face_for(previous_event, async_finish, allocate_on_comm_stream)
         native_config = self._config(config, 1, num_sms)
         with _torch.without_modes():
             if face is not None:
-                missing = face.combine(x, handle, topk_weights, bias, ctypes.addressof(native_config))
+                missing = face.combine(x, handle, topk_weights, bias, ctypes.addressof(native_config), order)
                 if type(missing) is tuple:
                     return missing
-            order = Ordering(core, previous_event, async_finish, allocate_on_comm_stream)
+            if order is None:
+                order = Ordering(core, previous_event, async_finish, allocate_on_comm_stream)
             result = self._combine(x, handle, topk_weights, bias, native_config, order)
             if face is not None and missing is not None:
                 biases = bias if isinstance(bias, tuple) else (bias, None)
@@ -517,6 +514,16 @@ class NormalMode:
             args.x_scales, args.recv_x_scales = payload.scales.data_ptr(), _torch.address(received.scales)
             args.scale_token_stride, args.scale_stride = payload.scales.stride()
         return args
+
+    def _face_for(
+        self, previous_event: EventOverlap | None, async_finish: bool, allocate_on_comm_stream: bool
+    ) -> tuple[NormalFace | None, Ordering | None]:
+        """The compiled face, if it takes calls that are ordered so; the order of an asynchronous call on CUDA."""
+        if previous_event is None and async_finish is False and allocate_on_comm_stream is False:
+            return self._opened_face(), None
+        if async_finish is True and not self._core.host_stream:
+            return self._opened_face(), Ordering(self._core, previous_event, True, allocate_on_comm_stream)
+        return None, None
 
     def _opened_face(self) -> NormalFace | None:
         if self._face is None and self._has_face:

@@ -1,11 +1,13 @@
 """The normal-mode calls that follow plans: which arguments a kind of call has, and where they go in the C structs.
 
-Only synchronous calls without a previous_event are here: torch's allocator and streams need nothing but the order of
-the caller's stream for them (CUDA), or an event that the call waits for (CPU engine).
+Synchronous calls without a previous_event need nothing but the order of the caller's stream (CUDA), or an event that
+the call waits for (CPU engine). On CUDA asynchronous calls are here too: their Ordering says on which streams they are,
+and of which streams torch's allocator has to know.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 from typing import Any
 
@@ -20,6 +22,7 @@ from .utils.event import no_event
 # Attribute of a handle's matrix: the exchange of counts that it is from. A copy of the tensor has none: not compared.
 EXCHANGE = "_deep_ep_exchange"
 NUM_ENTRIES = 6  # of a handle
+_NO_CONTEXT = contextlib.nullcontext()
 POLL_NS = 300_000  # how long a call waits for its counts before it lets other Python threads run
 
 # The tensors of a fresh dispatch, in the order of its sites.
@@ -56,54 +59,74 @@ class NormalFace:
         self._lib = core.native.lib.with_gil
         self._poll, self._wait_address = _face.load().poll_counts, _face.address_of(self._lib.deepep_wait_counts)
         handle = (), _ROWS, _ROWS  # rank_prefix_matrix, send_head, recv_src_idx
-        self._layout = Site(core, (_ROWS,), 1, 2)
-        self._notify = Site(core, _FRESH, 2, 3, strided=(SCALES,))
-        self._dispatch = Site(core, (*_FRESH, (), _ROWS, _ROWS), 0, 8, strided=(SCALES,))
-        self._worst = Site(core, (*_FRESH, _ROWS), 2, 5, strided=(SCALES,))
-        self._cached = Site(core, (_ROWS, _ROWS, *handle, _ROWS), 0, 6, strided=(SCALES,))
-        self._combine = Site(core, (_ROWS, _ROWS, _ROWS, _ROWS, *handle), 0, 4)
+        self._layout = Site(core, (_ROWS,), 1, 0)
+        self._notify = Site(core, _FRESH, 2, 1, strided=(SCALES,))
+        self._dispatch = Site(core, (*_FRESH, (), _ROWS, _ROWS), 0, 6, strided=(SCALES,))
+        self._worst = Site(core, (*_FRESH, _ROWS), 2, 3, strided=(SCALES,))
+        self._cached = Site(core, (_ROWS, _ROWS, *handle, _ROWS), 0, 4, strided=(SCALES,))
+        self._combine = Site(core, (_ROWS, _ROWS, _ROWS, _ROWS, *handle), 0, 2)
 
     # ---- calls. They return the result of Buffer's method, or why there is none: nothing was launched then
 
-    def layout(self, topk_idx: object, num_experts: object) -> Any:
+    def layout(self, topk_idx: object, num_experts: object, order: Ordering | None) -> Any:
         """Buffer.get_dispatch_layout, whose indices were looked at where that is possible."""
+        if order is not None:
+            got = self._layout.run_behind(order, topk_idx, num_experts)
+            return (*got, order.ended()) if type(got) is tuple else Missing.of(got)
         launch = self._core.take_launch_with_event()
         got = self._layout.run(launch, topk_idx, num_experts)
         return (*got, no_event()) if type(got) is tuple else Missing.of(got)
 
-    def fresh(self, inputs: tuple[Any, ...], alignment: object, worst: object, config: int) -> Any:
-        """Buffer.dispatch without a handle. `inputs`: the tensors from x to topk_weights; `config`: an address."""
+    def fresh(
+        self, inputs: tuple[Any, ...], alignment: object, worst: object, config: int, order: Ordering | None
+    ) -> Any:
+        """Buffer.dispatch without a handle.
+
+        Args:
+            inputs: the tensors from x to topk_weights.
+            alignment, worst: expert_alignment, num_worst_tokens.
+            config: an address.
+            order: of an asynchronous call, on CUDA.
+        """
         x, per_expert = inputs[X], inputs[PER_EXPERT]
         if type(x) is not Tensor or type(worst) is not int or not 0 <= worst < 2**31 or x.dim() != 2:
             return None
         self._core.open_rows()
         if worst:
-            return self._worst_case(inputs, alignment, worst, config)
-        core, launch, token = self._core, self._core.take_launch_with_event(), 0
+            return self._worst_case(inputs, alignment, worst, config, order)
+        core, token, given = self._core, 0, (*inputs, alignment, worst, config)
+        launch = core.take_launch_with_event() if order is None else order.launch
         try:
-            got = self._notify.run(launch, *inputs, alignment, worst, config, ends=False)
+            if order is None:
+                got = self._notify.run(launch, *given, ends=False)
+            else:
+                got = self._notify.run_behind(order, *given, steps=2)
             if type(got) is not tuple:
                 return Missing.of(got)
             token, exchange, matrix, head, sent_to, received_from = got
             rows, per_local_expert = self._wait_counts(token, per_expert.shape[0] // core.group_size)
             recv_x, scales, idx, weights, source = self._deliver(
-                inputs, launch, matrix, head, rows, token, exchange, config
+                inputs, launch, order, matrix, head, rows, token, exchange, config
             )
+            event = no_event() if order is None else order.ended()
         except BaseException as error:
-            self._cancel(launch, token, error)
-            if launch is not None:
+            self._cancel(launch, order, token, error)
+            if order is not None:
+                order.leave()
+            elif launch is not None:
                 launch.left = True
             raise
-        if launch is not None:
+        if order is None and launch is not None:
             core.idle.append(launch)
         setattr(matrix, EXCHANGE, exchange)
         handle = (matrix, sent_to, received_from, source, inputs[IN_RANK], head)
-        return recv_x if scales is None else (recv_x, scales), idx, weights, per_local_expert, handle, no_event()
+        return recv_x if scales is None else (recv_x, scales), idx, weights, per_local_expert, handle, event
 
     def _deliver(
         self,
         inputs: tuple[Any, ...],
         launch: Launch | None,
+        order: Ordering | None,
         matrix: Tensor,
         head: Tensor,
         rows: int,
@@ -112,11 +135,13 @@ class NormalFace:
         config: int,
     ) -> tuple[Tensor, OptionalTensor, OptionalTensor, OptionalTensor, Tensor]:
         """The second step: recv_x, scales, topk_idx, topk_weights, recv_src_idx."""
-        given, segment, offset = self._rows_for(inputs[X], rows)
+        given, segment, offset = self._rows_for(inputs[X], rows, order)
         for _ in range(3):
-            got = self._dispatch.run(
-                launch, *inputs, matrix, head, given, rows, token, exchange, segment, offset, config, begun=True
-            )
+            args = (*inputs, matrix, head, given, rows, token, exchange, segment, offset, config)
+            if order is None:
+                got = self._dispatch.run(launch, *args, begun=True)
+            else:
+                got = self._dispatch.run_behind(order, *args, steps=2, step=2)
             if type(got) is tuple:
                 recv_x, source, *others = got
                 return (given if recv_x is None else recv_x, *others, source)
@@ -126,80 +151,82 @@ class NormalFace:
             _torch.like(inputs[X], max(1, rows), inputs[X].shape[1])  # torch's own error, where memory is short
         raise errors.DeepEPError(errors.INTERNAL, "the compiled face does not take the second step of a dispatch")
 
-    def _worst_case(self, inputs: tuple[Any, ...], alignment: object, worst: int, config: int) -> Any:
-        given, segment, offset = self._rows_for(inputs[X], worst)
-        launch = self._core.take_launch_with_event()
+    def _worst_case(
+        self, inputs: tuple[Any, ...], alignment: object, worst: int, config: int, order: Ordering | None
+    ) -> Any:
+        given, segment, offset = self._rows_for(inputs[X], worst, order)
+        args = (*inputs, given, alignment, worst, segment, offset, config)
+        launch = self._core.take_launch_with_event() if order is None else order.launch
         try:
-            got = self._worst.run(launch, *inputs, given, alignment, worst, segment, offset, config)
+            got = self._worst.run(launch, *args) if order is None else self._worst.run_behind(order, *args)
         except errors.DeepEPError as error:
-            self._cancel(launch, _face.begun(error), error)
+            self._cancel(launch, order, _face.begun(error), error)
             raise
         if type(got) is not tuple:
             return Missing.of(got, given)
+        event = no_event() if order is None else order.ended()
         _, exchange, matrix, head, recv_x, source, scales, idx, weights, sent_to, received_from = got
         recv_x = given if recv_x is None else recv_x
         setattr(matrix, EXCHANGE, exchange)
         handle = (matrix, sent_to, received_from, source, inputs[IN_RANK], head)
-        return recv_x if scales is None else (recv_x, scales), idx, weights, [], handle, no_event()
+        return recv_x if scales is None else (recv_x, scales), idx, weights, [], handle, event
 
-    def cached(self, x: Any, scales: OptionalTensor, handle: Any, config: int) -> Any:
+    def cached(self, x: Any, scales: OptionalTensor, handle: Any, config: int, order: Ordering | None) -> Any:
         """Buffer.dispatch with a handle."""
         if type(handle) is not tuple or len(handle) != NUM_ENTRIES or type(x) is not Tensor or x.dim() != 2:
             return None
         matrix, _, _, source, _, head = handle
         if type(source) is not Tensor or source.dim() != 1:
             return None
-        given, segment, offset = self._rows_for(x, source.shape[0])
+        given, segment, offset = self._rows_for(x, source.shape[0], order)
         exchange = getattr(matrix, EXCHANGE, 0)
-        got = self._cached.run(
-            self._core.take_launch_with_event(),
-            x,
-            scales,
-            matrix,
-            head,
-            source,
-            given,
-            exchange,
-            segment,
-            offset,
-            config,
-        )
+        args = (x, scales, matrix, head, source, given, exchange, segment, offset, config)
+        if order is None:
+            got = self._cached.run(self._core.take_launch_with_event(), *args)
+        else:
+            got = self._cached.run_behind(order, *args)
         if type(got) is not tuple:
             return Missing.of(got, given)
         recv_x = given if got[0] is None else got[0]
-        return recv_x if scales is None else (recv_x, got[1]), None, None, None, None, no_event()
+        event = no_event() if order is None else order.ended()
+        return recv_x if scales is None else (recv_x, got[1]), None, None, None, None, event
 
-    def combine(self, x: object, handle: Any, topk_weights: object, bias: Any, config: int) -> Any:
+    def combine(
+        self, x: object, handle: Any, topk_weights: object, bias: Any, config: int, order: Ordering | None
+    ) -> Any:
         """Buffer.combine."""
         if type(handle) is not tuple or len(handle) != NUM_ENTRIES:
             return None
         matrix, _, _, source, _, head = handle
         first, second = bias if type(bias) is tuple and len(bias) == 2 else (bias, None)
-        exchange = getattr(matrix, EXCHANGE, 0)
-        got = self._combine.run(
-            self._core.take_launch_with_event(), x, topk_weights, first, second, matrix, head, source, exchange, config
-        )
-        return (*got, no_event()) if type(got) is tuple else Missing.of(got)
+        args = (x, topk_weights, first, second, matrix, head, source, getattr(matrix, EXCHANGE, 0), config)
+        if order is None:
+            got = self._combine.run(self._core.take_launch_with_event(), *args)
+            return (*got, no_event()) if type(got) is tuple else Missing.of(got)
+        got = self._combine.run_behind(order, *args)
+        return (*got, order.ended()) if type(got) is tuple else Missing.of(got)
 
     # ---- their parts
 
-    def _cancel(self, launch: Launch | None, token: int, error: BaseException) -> None:
+    def _cancel(self, launch: Launch | None, order: Ordering | None, token: int, error: BaseException) -> None:
         """Tells the peers of a dispatch that ended after its exchange of counts (`token`; 0: not begun)."""
         if not token:
             return
-        order = Ordering(self._core, None, False, False)
-        if launch is not None:
-            order.launch = launch
+        if order is None:
+            order = Ordering(self._core, None, False, False)
+            if launch is not None:
+                order.launch = launch
         order.cancel(token, error)
 
-    def _rows_for(self, x: Tensor, rows: int) -> tuple[OptionalTensor, int, int]:
+    def _rows_for(self, x: Tensor, rows: int, order: Ordering | None) -> tuple[OptionalTensor, int, int]:
         """recv_x where it is not the module that allocates it, and the segment and the offset there of its rows."""
         core = self._core
         pool = core.native.rows
         if pool is not None:
             if not rows:
                 return None, -1, 0
-            recv_x, offset = pool.place(x, rows) or (None, None)
+            with order.context if order is not None else _NO_CONTEXT:
+                recv_x, offset = pool.place(x, rows) or (None, None)
             return (recv_x, -1, 0) if offset is None else (recv_x, pool.index, offset)
         if core.host_stream and self._row_cache.serves(rows * x.shape[1] * x.itemsize):
             return self._row_cache.empty((rows, x.shape[1]), x.dtype), -1, 0
@@ -233,7 +260,7 @@ class NormalFace:
             layout, num_tokens=size(0, 0), topk_idx=address(0), num_tokens_per_rank=per_rank,
             num_tokens_per_expert=per_expert, is_token_in_rank=in_rank,
         )  # fmt: skip
-        p.call(self._lib.deepep_get_layout, args, _face.call_struct(core, p, constant(0), number(0), number(1)))
+        p.call(self._lib.deepep_get_layout, args, _face.call_struct(p, constant(0), 0))
         self._layout.add(key, p)
 
     def add_fresh(self, missing: Missing, inputs: tuple[OptionalTensor, ...], alignment: int, worst: int) -> None:
@@ -245,12 +272,12 @@ class NormalFace:
 
     def _add_notify(self, key: bytes, inputs: tuple[OptionalTensor, ...], alignment: int) -> None:
         """The exchange of counts; results: token, rank_prefix_matrix, send_head, views of the matrix (on one node)."""
-        core, p = self._core, self._fresh(inputs)
+        p = self._fresh(inputs)
         matrix, head = self._matrices(p)
         handle = self._handle(p, constant(0), size(X, 0), matrix, head, constant(0), constant(0))
         notify = self._notify_args(p, inputs, alignment, 0, handle)
         token = p.struct(ctypes.c_uint64())
-        call = _face.call_struct(core, p, number(0), number(1), number(2))
+        call = _face.call_struct(p, number(0), 1)
         p.call(self._lib.deepep_notify_counts, notify, call, token)
         p.read(token)
         p.read(handle + _abi.Handle.exchange.offset)
@@ -259,15 +286,15 @@ class NormalFace:
 
     def _add_dispatch(self, key: bytes, inputs: tuple[OptionalTensor, ...], recv_x: OptionalTensor) -> None:
         """The rows, once the counts are known; results: recv_x if none was given, recv_src_idx, and the others."""
-        core, p = self._core, self._fresh(inputs)
-        rows, token, exchange, segment, offset, config, stream_of, event = (number(i) for i in range(8))
+        p = self._fresh(inputs)
+        rows, token, exchange, segment, offset, config = (number(i) for i in range(6))
         p.same(size(8, 0), size(X, 0))
         x_out = self._rows(p, inputs[X], recv_x, 9, rows)
         source = p.output(INT32, rows)
         handle = self._handle(p, rows, size(X, 0), address(7), address(8), source, exchange)
         args = self._dispatch_args(p, inputs, rows, handle, x_out, segment, offset)
         p.write(args, _abi.DispatchArgs, "token", token)
-        p.call(self._lib.deepep_dispatch, args, _face.call_struct(core, p, config, stream_of, event))
+        p.call(self._lib.deepep_dispatch, args, _face.call_struct(p, config, 6))
         self._dispatch.add(key, p)
 
     def _add_worst(
@@ -279,8 +306,8 @@ class NormalFace:
         worst: int,
     ) -> None:
         """Both steps of a worst case; results: token, the matrices, recv_x if none was given, recv_src_idx, …"""
-        core, p = self._core, self._fresh(inputs)
-        segment, offset, config, stream_of, event = (number(i) for i in range(5))
+        p = self._fresh(inputs)
+        segment, offset, config = (number(i) for i in range(3))
         rows = constant(worst)
         matrix, head = self._matrices(p)
         x_out = self._rows(p, inputs[X], recv_x, 7, rows)
@@ -289,9 +316,10 @@ class NormalFace:
         notify = self._notify_args(p, inputs, alignment, worst, handle)
         args = self._dispatch_args(p, inputs, rows, handle, x_out, segment, offset)
         p.write(args, _abi.DispatchArgs, "num_worst_tokens", rows)
-        call = _face.call_struct(core, p, config, stream_of, event)
+        begins = _face.call_struct(p, config, 3, ends=self._core.host_stream)
+        call = _face.call_struct(p, config, 3)
         token = args + _abi.DispatchArgs.token.offset  # the one call writes it where the other reads it
-        p.call(self._lib.deepep_notify_counts, notify, call, token)
+        p.call(self._lib.deepep_notify_counts, notify, begins, token)
         p.call(self._lib.deepep_dispatch, args, call)
         p.read(token)
         p.read(handle + _abi.Handle.exchange.offset)
@@ -300,8 +328,8 @@ class NormalFace:
 
     def add_cached(self, missing: Missing, x: Tensor, scales: OptionalTensor) -> None:
         """Results: recv_x if none was given, and its scales."""
-        core, p = self._core, Program(self._core.device)
-        exchange, segment, offset, config, stream_of, event = (number(i) for i in range(6))
+        p = Program(self._core.device)
+        exchange, segment, offset, config = (number(i) for i in range(4))
         rows = size(4, 0)
         p.same(size(3, 0), size(0, 0))
         if scales is not None:
@@ -311,14 +339,14 @@ class NormalFace:
         inputs = (x, scales, None, None, None, None, None)
         args = self._dispatch_args(p, inputs, rows, handle, x_out, segment, offset)
         p.write(args, _abi.DispatchArgs, "cached", constant(1))
-        p.call(self._lib.deepep_dispatch, args, _face.call_struct(core, p, config, stream_of, event))
+        p.call(self._lib.deepep_dispatch, args, _face.call_struct(p, config, 4))
         self._cached.add(missing.key, p)
 
     def add_combine(
         self, key: bytes, x: Tensor, topk_weights: OptionalTensor, biases: tuple[OptionalTensor, OptionalTensor]
     ) -> None:
         """Results: combined_x and combined_topk_weights."""
-        core, p = self._core, Program(self._core.device)
+        p = Program(self._core.device)
         tokens, rows, hidden = size(5, 0), size(6, 0), int(x.shape[1])
         p.same(size(0, 0), rows)
         if topk_weights is not None:
@@ -337,7 +365,7 @@ class NormalFace:
         first = args + _abi.CombineArgs.bias.offset
         p.write_at(first, address(2))
         p.write_at(first + 8, address(3))
-        p.call(self._lib.deepep_combine, args, _face.call_struct(core, p, number(1), number(2), number(3)))
+        p.call(self._lib.deepep_combine, args, _face.call_struct(p, number(1), 2))
         self._combine.add(key, p)
 
     # ---- parts of plans

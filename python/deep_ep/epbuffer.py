@@ -280,7 +280,7 @@ class EPBuffer(ElasticBuffer):
 
     def _finish(self, sending: Sending, handle: EPHandle) -> tuple[Any, ...]:
         if not sending.order.on_comm:  # outputs are allocated on the stream that waits, so that one is waited for
-            sending.order.struct.stream = self._core.current_stream()
+            sending.order.stream = self._core.current_stream()
         result = self._mode.finish(sending, handle)
         result[4].current_stream_wait()
         return self._given(result[:4])

@@ -8,7 +8,7 @@
  *
  * The module needs Python's stable ABI alone. torch's functions are those of its C ABI (aoti_torch_*), whose addresses
  * Python hands in, so that the module loads with any torch, or none. It runs no Python code, and holds the GIL: no
- * signal handler and no other thread comes in between. */
+ * signal handler and no other thread comes in between, but where torch's allocator is told of another stream. */
 #define Py_LIMITED_API 0x030A0000
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -43,7 +43,7 @@ static struct {
 } torch;
 
 static PyObject *tensor_type, *wrap, *num_modes, *without_modes, *in_inference, *inference_guard; /* of torch */
-static PyObject *name_cdata, *name_enter, *name_exit;
+static PyObject *name_cdata, *name_enter, *name_exit, *name_record_stream;
 
 /* ---- Tensors */
 
@@ -369,13 +369,40 @@ static int keep(const Site *site, PyObject *launch, const Given *given, PyObject
   return !failed;
 }
 
+/* Torch's allocator learns which streams use a tensor. 0, with Python's error set: it does not. */
+static int record_streams(PyObject *tensor, PyObject *streams) {
+  Py_ssize_t i;
+  if (tensor == Py_None) return 1;
+  for (i = 0; i < PyTuple_Size(streams); i++) {
+    PyObject *done = PyObject_CallMethodObjArgs(tensor, name_record_stream, PyTuple_GetItem(streams, i), NULL);
+    if (done == NULL) return 0;
+    Py_DECREF(done);
+  }
+  return 1;
+}
+
+/* All tensors of a call, each storage that is made here once. */
+static int record_all(const Site *site, PyObject *streams, const Given *given, const Output *described,
+                      PyObject *const *outputs, int num_outputs) {
+  int i, slabs = 0; /* a bit for each that was recorded */
+  for (i = 0; i < site->num_tensors; i++)
+    if (!record_streams(given->objects[i], streams)) return 0;
+  for (i = 0; i < num_outputs; i++) {
+    int slab = described[i].base <= kFirstSlab ? 1 << (kFirstSlab - described[i].base) : 0;
+    if (described[i].base >= 0 || (slab & slabs)) continue;
+    if (!record_streams(outputs[i], streams)) return 0;
+    slabs |= slab;
+  }
+  return 1;
+}
+
 static PyObject *nothing(void) {
   PyErr_Clear();
   Py_RETURN_NONE;
 }
 
 /* Follows a plan. */
-static PyObject *follow(const Site *site, PyObject *launch, const Given *given, PyObject *plan) {
+static PyObject *follow(const Site *site, PyObject *launch, PyObject *streams, const Given *given, PyObject *plan) {
   _Alignas(16) unsigned char blob[kMaxBlob];
   PyObject *outputs[kMaxOutputs], *result;
   Output described[kMaxOutputs];
@@ -428,7 +455,8 @@ static PyObject *follow(const Site *site, PyObject *launch, const Given *given, 
   num_calls = next(&r);
   num_reads = r.at[num_calls * 4];
   result = PyTuple_New((Py_ssize_t)(num_reads + num_outputs));
-  if (result == NULL || (launch != Py_None && !keep(site, launch, given, outputs, made))) {
+  if (result == NULL || (streams != Py_None && !record_all(site, streams, given, described, outputs, made)) ||
+      (launch != Py_None && !keep(site, launch, given, outputs, made))) {
     Py_XDECREF(result);
     drop(outputs, made);
     return NULL;
@@ -461,20 +489,21 @@ static PyObject *follow(const Site *site, PyObject *launch, const Given *given, 
   return result;
 }
 
-/* call(launch, tensors..., scalars..., numbers...): a tuple of what was read and made; a list
+/* call(launch, streams, tensors..., scalars..., numbers...): a tuple of what was read and made; a list
  * [status, call, first number read] if the library refused; the key as bytes if there is no plan of it; None if the
- * call is not for this module. */
+ * call is not for this module. `launch`: under which the tensors are kept, or None; `streams`: a tuple of those that
+ * use the tensors beside their own, or None. */
 static PyObject *site_call(PyObject *self, PyObject *const *args, Py_ssize_t num_args) {
   Site *site = (Site *)self;
   PyObject *plan, *name, *result = NULL, *modes = NULL, *inference = NULL;
   Given given;
   Writer key;
   int i, first_number = site->num_tensors + site->num_scalars;
-  if (num_args != 1 + first_number + site->num_numbers) {
-    PyErr_SetString(PyExc_TypeError, "Site.call: another number of arguments than the site was made for");
+  if (num_args != 2 + first_number + site->num_numbers || (args[1] != Py_None && !PyTuple_Check(args[1]))) {
+    PyErr_SetString(PyExc_TypeError, "Site.call: not the arguments that the site was made for");
     return NULL;
   }
-  given.objects = args + 1;
+  given.objects = args + 2;
   key.used = 0;
   key.full = 0;
   for (i = 0; i < site->num_numbers; i++)
@@ -493,7 +522,7 @@ static PyObject *site_call(PyObject *self, PyObject *const *args, Py_ssize_t num
     } else {
       Py_INCREF(plan); /* what a finalizer runs could clear the plans */
       if (site->ordinary && is_set(in_inference)) inference = enter_guard(inference_guard, Py_False);
-      if (!PyErr_Occurred()) result = follow(site, args[0], &given, plan);
+      if (!PyErr_Occurred()) result = follow(site, args[0], args[1], &given, plan);
       leave_guard(inference);
       Py_DECREF(plan);
     }
@@ -765,7 +794,8 @@ PyMODINIT_FUNC PyInit_deepep_torch(void) {
   name_cdata = PyUnicode_InternFromString("_cdata");
   name_enter = PyUnicode_InternFromString("__enter__");
   name_exit = PyUnicode_InternFromString("__exit__");
-  if (module == NULL || type == NULL || name_cdata == NULL || name_enter == NULL || name_exit == NULL ||
+  name_record_stream = PyUnicode_InternFromString("record_stream");
+  if (module == NULL || type == NULL || name_cdata == NULL || name_enter == NULL || name_exit == NULL || name_record_stream == NULL ||
       PyModule_AddObject(module, "Site", type) != 0 ||
       PyModule_AddIntConstant(module, "version",
                               DEEPEP_VERSION_MAJOR * 10000 + DEEPEP_VERSION_MINOR * 100 + DEEPEP_VERSION_PATCH) != 0)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import re
 import shutil
 import subprocess
 import sys
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -517,6 +519,35 @@ def test_a_torch_that_lacks_some_functions(tmp_path):
     assert done.returncode == 0, done.stderr
 
 
+@checks.needs_face
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc to build the kernel library that writes calls down")
+def test_asynchronous_calls_are_ordered_as_pythons(tmp_path):
+    """As on a GPU: the same calls, waits and records on the same streams, and every tensor's streams are known."""
+    root, tests = Path(__file__).parents[2], Path(__file__).parent
+    library, source = tmp_path / "libdeepep_cpu.so", root / "internal" / "engine" / "testdata" / "fake.c"
+    headers = f"-I{root / 'kernels' / 'abi'}"
+    subprocess.run(["gcc", "-shared", "-fPIC", "-O2", headers, "-o", str(library), str(source)], check=True)
+    lines = {}
+    for compiled in "01":
+        folder = tmp_path / compiled
+        folder.mkdir()
+        env = {**os.environ, "DEEPEP_KERNELS": str(tmp_path), "DEEPEP_TORCH_FACE": compiled}
+        program = [sys.executable, str(tests / "ordering_program.py"), str(folder)]
+        done = subprocess.run(program, env=env, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        lines[compiled] = [json.loads(line) for line in done.stdout.splitlines()]
+    calls = 3 * 6 * 3
+    for python, face in zip(lines["0"][:calls], lines["1"][:calls], strict=True):
+        assert python == face
+        assert (python["untold"], python["told of others"], python["kept"]) == (0, 0, 0), python
+        assert python["call"] in ("layout", "combine") or any("dispatch" in line for line in python["trace"])
+    for cut_short, *_ in (lines["0"][calls:], lines["1"][calls:]):  # peers get their dispatch, tensors are let go of
+        assert cut_short["kept"] == 0 and sum("dispatch" in line for line in cut_short["trace"]) == 2, cut_short
+    assert lines["0"][calls + 1] == {"through the face": 0}
+    dispatches = 2  # of two steps each
+    assert lines["1"][calls + 1]["through the face"] >= 3 * 2 * (6 + dispatches)  # each call but the first of its kind
+
+
 @pytest.mark.parametrize(("text", "want"), (("0", "DEEPEP_TORCH_FACE=0"), ("2", "argument DEEPEP_TORCH_FACE: got '2'")))
 def test_setting(text, want):
     program = "from deep_ep import _face\nassert _face.load() is None\nprint(_face.missing)"
@@ -531,7 +562,6 @@ def test_setting(text, want):
 def test_functions_of_torch_are_what_the_module_takes_them_for(tmp_path):
     """Against torch's own header: their addresses are looked up, so no compiler sees the two together."""
     import sysconfig
-    from pathlib import Path
 
     root = Path(__file__).parents[2]
     text = (root / "python" / "face" / "face.c").read_text()
