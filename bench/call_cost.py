@@ -55,9 +55,12 @@ def make_buffer(folder: str) -> Any:
 
 
 def as_on_gpus(buffer: Any) -> None:
-    """Has a buffer's calls follow the caller's stream, which is never captured."""
+    """Has a buffer's calls follow the caller's stream, which is never captured. Torch's streams cost nothing."""
+    import torch
+
     from deep_ep import _torch
 
+    torch.Tensor.record_stream = lambda self, stream: None  # type: ignore[method-assign,assignment]
     buffer._core.host_stream = False
     buffer._core.raw_stream = functools.partial(operator.index, STREAM)
     _torch.is_capturing = bool
@@ -87,6 +90,10 @@ def elastic_cases_of(folder: str) -> dict[str, Callable[[], Any]]:
             f"V2 dispatch without CPU sync, {layout}": functools.partial(fresh, do_cpu_sync=False),
             f"V2 dispatch with a handle, {layout}": functools.partial(dispatch, handle=handle),
             f"V2 combine, {layout}": functools.partial(buffer.combine, received, handle, received_weights),
+            f"V2 dispatch, async, {layout}": functools.partial(fresh, async_with_compute_stream=True),
+            f"V2 combine, async, {layout}": functools.partial(
+                buffer.combine, received, handle, received_weights, async_with_compute_stream=True
+            ),
         }
     return cases
 
@@ -114,6 +121,11 @@ def normal_cases_of(buffer: Any) -> dict[str, Callable[[], Any]]:
         "dispatch, cached handle": lambda: buffer.dispatch(x, handle=handle),
         "combine": lambda: buffer.combine(received, handle),
         "combine with weights": lambda: buffer.combine(received, handle, received_weights),
+        "layout, async": lambda: buffer.get_dispatch_layout(idx, EXPERTS, async_finish=True),
+        "dispatch, async": functools.partial(dispatch, async_finish=True),
+        "dispatch, num_worst_tokens, async": functools.partial(dispatch, num_worst_tokens=TOKENS, async_finish=True),
+        "dispatch, cached handle, async": lambda: buffer.dispatch(x, handle=handle, async_finish=True),
+        "combine, async": lambda: buffer.combine(received, handle, async_finish=True),
     }
 
 

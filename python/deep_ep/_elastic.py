@@ -171,6 +171,11 @@ def event_of(name: str, event: object) -> EventHandle | None:
     return inner
 
 
+def avoids_record_stream() -> bool:
+    """Whether events keep tensors, in place of torch's allocator (EP_AVOID_RECORD_STREAM)."""
+    return os.environ.get("EP_AVOID_RECORD_STREAM", "0") not in ("", "0")
+
+
 class Order(Ordering):
     """V2's rules of ordering: any call may have its outputs in the communication stream's memory."""
 
@@ -207,7 +212,7 @@ class Order(Ordering):
         return event
 
     def _mark(self, tensors: tuple[OptionalTensor, ...]) -> None:
-        if self.async_finish and os.environ.get("EP_AVOID_RECORD_STREAM", "0") not in ("", "0"):
+        if self.async_finish and avoids_record_stream():
             self.extra = tensors  # the event keeps them, as the variable asks
             return
         super()._mark(tensors)

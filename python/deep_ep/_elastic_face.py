@@ -1,10 +1,12 @@
 """V2's calls that follow plans: which arguments a kind of call has, and where they go in the C structs.
 
-As in normal mode (_normal_face) these are synchronous calls without events, whose outputs are the caller's stream's.
+As in normal mode (_normal_face) these are synchronous calls without events, whose outputs are the caller's stream's,
+and on CUDA asynchronous ones.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import operator
@@ -13,12 +15,12 @@ from typing import Any
 
 from . import _abi, _face, _torch, errors
 from ._core import Core, Ordering
-from ._elastic import TENSORS, Combined, Dispatched, ElasticMode, EPHandle, Sending, Shape, scale_column
+from ._elastic import TENSORS, Combined, Dispatched, ElasticMode, EPHandle, Order, Sending, Shape, scale_column
 from ._face import DATA, HANDLE, Program, Site, Source, address, constant, number, size, stride
 from ._native import Launch
 from ._normal_face import EXCHANGE, POLL_NS, Missing
 from ._torch import BF16, FLOAT32, INDEX_TYPES, INT32, OptionalTensor, Tensor
-from .utils.event import no_event
+from .utils.event import EventOverlap, no_event
 
 _ROWS = (0,)  # the dimensions that may have any length: the first
 _MADE = ((), (), (), _ROWS, _ROWS, (), _ROWS)  # library_tensors of a handle
@@ -71,40 +73,50 @@ class ElasticFace:
 
     # ---- calls. They return the result of ElasticBuffer's method, or why there is none: nothing was launched then
 
-    def fresh(self, inputs: Inputs, kind: Kind) -> Dispatched | Missing | None:
-        """ElasticBuffer.dispatch without a handle."""
+    def fresh(self, inputs: Inputs, kind: Kind, order: Order | None) -> Dispatched | Missing | None:
+        """ElasticBuffer.dispatch without a handle; `order`: of an asynchronous call, on CUDA."""
         x = inputs[X]
         if type(x) is not Tensor or x.dim() != 2 or not 0 <= x.shape[0] <= kind.shape.num_max:
             return None
+        if order is not None and order.on_comm and kind.copies_topk:
+            return None  # the caller's stream need not have the indices yet
         self._core.open_rows()
         if kind.worst:
-            return self._worst_case(inputs, kind)
-        core, launch, token = self._core, self._core.take_launch_with_event(), 0
-        config = ctypes.addressof(kind.config)
+            return self._worst_case(inputs, kind, order)
+        core, token = self._core, 0
+        launch = core.take_launch_with_event() if order is None else order.launch
+        given = (*inputs, *kind.scalars, kind.copies_topk, ctypes.addressof(kind.config))
         try:
-            got = self._notify.run(launch, *inputs, *kind.scalars, kind.copies_topk, config, ends=False)
+            if order is None:
+                got = self._notify.run(launch, *given, ends=False)
+            else:
+                got = self._notify.run_behind(order, *given, steps=2)
             if type(got) is not tuple:
                 return Missing.of(got)
             token, exchange, kept, *made = got
             setattr(made[MATRIX - 1], EXCHANGE, exchange)
             tokens, per_expert = self._wait_counts(token, kind.shape.num_local)
             rows = sum(per_expert) if kind.shape.expand else tokens
-            metadata, *received = self._deliver(inputs, kind, launch, made, tokens, rows, token, exchange)
+            metadata, *received = self._deliver(inputs, kind, launch, order, made, tokens, rows, token, exchange)
+            event = no_event() if order is None else order.ended()
         except BaseException as error:
-            self._cancel(launch, token, error)
-            if launch is not None:
+            self._cancel(launch, order, token, error)
+            if order is not None:
+                order.leave()
+            elif launch is not None:
                 launch.left = True
             raise
-        if launch is not None:
+        if order is None and launch is not None:
             core.idle.append(launch)
         made.insert(METADATA, metadata)
-        return self._dispatched(inputs, kind, kept, made, rows, per_expert, received)
+        return self._dispatched(inputs, kind, kept, made, rows, per_expert, received, event)
 
     def _deliver(
         self,
         inputs: Inputs,
         kind: Kind,
         launch: Launch | None,
+        order: Order | None,
         made: list[Tensor],
         tokens: int,
         rows: int,
@@ -112,13 +124,16 @@ class ElasticFace:
         exchange: int,
     ) -> tuple[Any, ...]:
         """The second step: recv_src_metadata, recv_x, its scales, topk_idx, topk_weights."""
-        given, segment, offset = self._mode.rows_for(inputs[X], rows)
-        config = ctypes.addressof(kind.config)
+        given, segment, offset = self._rows_for(inputs[X], rows, order)
+        args = (
+            *inputs, *made, given, *kind.scalars, tokens, rows, token, exchange, segment, offset, scale_column(rows),
+            ctypes.addressof(kind.config),
+        )  # fmt: skip
         for _ in range(3):
-            got = self._send.run(
-                launch, *inputs, *made, given, *kind.scalars, tokens, rows, token, exchange, segment, offset,
-                scale_column(rows), config, begun=True,
-            )  # fmt: skip
+            if order is None:
+                got = self._send.run(launch, *args, begun=True)
+            else:
+                got = self._send.run_behind(order, *args, steps=2, step=2)
             if type(got) is tuple:
                 return got[0], given if got[1] is None else got[1], *got[2:]
             if got is not None:
@@ -127,16 +142,15 @@ class ElasticFace:
             _torch.like(inputs[X], max(1, rows), inputs[X].shape[1])  # torch's own error, where memory is short
         raise errors.DeepEPError(errors.INTERNAL, "the compiled face does not take the second step of a dispatch")
 
-    def _worst_case(self, inputs: Inputs, kind: Kind) -> Dispatched | Missing | None:
+    def _worst_case(self, inputs: Inputs, kind: Kind, order: Order | None) -> Dispatched | Missing | None:
         rows = kind.shape.worst_rows()
-        given, segment, offset = self._mode.rows_for(inputs[X], rows)
-        launch = self._core.take_launch_with_event()
+        given, segment, offset = self._rows_for(inputs[X], rows, order)
+        launch = self._core.take_launch_with_event() if order is None else order.launch
+        args = (*inputs, given, *kind.scalars, kind.copies_topk, segment, offset, ctypes.addressof(kind.config))
         try:
-            got = self._worst.run(
-                launch, *inputs, given, *kind.scalars, kind.copies_topk, segment, offset, ctypes.addressof(kind.config)
-            )
+            got = self._worst.run(launch, *args) if order is None else self._worst.run_behind(order, *args)
         except errors.DeepEPError as error:
-            self._cancel(launch, _face.begun(error), error)
+            self._cancel(launch, order, _face.begun(error), error)
             raise
         if type(got) is not tuple:
             return Missing.of(got, given)
@@ -144,7 +158,8 @@ class ElasticFace:
         recv_x, *others = got[3 + len(_MADE) :]
         setattr(made[MATRIX], EXCHANGE, exchange)
         recv_x = given if recv_x is None else recv_x
-        return self._dispatched(inputs, kind, kept, made, rows, [], [recv_x, *others])
+        event = no_event() if order is None else order.ended()
+        return self._dispatched(inputs, kind, kept, made, rows, [], [recv_x, *others], event)
 
     def _dispatched(
         self,
@@ -155,6 +170,7 @@ class ElasticFace:
         rows: int,
         per_expert: list[int],
         received: list[Any],
+        event: EventOverlap,
     ) -> Dispatched:
         shape = kind.shape
         if kept is not None:
@@ -163,18 +179,25 @@ class ElasticFace:
             shape.expand, shape.num_experts, shape.alignment, shape.num_max, kind.num_sms,
             inputs[IDX] if kept is None else kept, rows, rows, per_expert, *made,
         )  # fmt: skip
-        return self._received(handle, kind.columns, rows, *received)
+        return self._received(handle, kind.columns, rows, event, *received)
 
     @staticmethod
     def _received(
-        handle: EPHandle, columns: bool, rows: int, x: Tensor, scales: Any, idx: Any, weights: Any
+        handle: EPHandle, columns: bool, rows: int, event: EventOverlap, x: Tensor, scales: Any, idx: Any, weights: Any
     ) -> Dispatched:
         if scales is not None and columns:
             scales = scales.t()[:rows]
-        return x if scales is None else (x, scales), idx, weights, handle, no_event()
+        return x if scales is None else (x, scales), idx, weights, handle, event
 
     def again(
-        self, x: Any, scales: Any, topk_weights: Any, handle: EPHandle, expand: object, *chosen: Any
+        self,
+        order: Order | None,
+        x: Any,
+        scales: Any,
+        topk_weights: Any,
+        handle: EPHandle,
+        expand: object,
+        *chosen: Any,
     ) -> Dispatched | Missing | None:
         """ElasticBuffer.dispatch with a handle; `chosen`: its other arguments, those that are numbers or flags."""
         metadata = handle.recv_src_metadata
@@ -189,38 +212,57 @@ class ElasticFace:
         if type(rows) is not int or not 0 <= rows < 2**31:
             return None
         held = _of_handle(handle)
-        given, segment, offset = self._mode.rows_for(x, rows)
-        got = self._again.run(
-            self._core.take_launch_with_event(), x, scales, topk_weights, given, *held, expand, *chosen, rows,
+        given, segment, offset = self._rows_for(x, rows, order)
+        args = (
+            x, scales, topk_weights, given, *held, expand, *chosen, rows,
             getattr(handle.token_metadata_at_forward, EXCHANGE, 0), segment, offset, scale_column(rows),
         )  # fmt: skip
+        if order is None:
+            got = self._again.run(self._core.take_launch_with_event(), *args)
+        else:
+            got = self._again.run_behind(order, *args)
         if type(got) is not tuple:
             return Missing.of(got, given)
         recv_x: Any = given if got[0] is None else got[0]
-        return self._received(handle, chosen[-1], rows, recv_x, *got[1:])
+        event = no_event() if order is None else order.ended()
+        return self._received(handle, chosen[-1], rows, event, recv_x, *got[1:])
 
     def combine(
-        self, x: Any, handle: EPHandle, topk_weights: Any, bias: Any, num_sms: object, num_qps: object
+        self,
+        order: Order | None,
+        x: Any,
+        handle: EPHandle,
+        topk_weights: Any,
+        bias: Any,
+        num_sms: object,
+        num_qps: object,
     ) -> Combined | Missing | None:
         """ElasticBuffer.combine."""
         first, second = bias if type(bias) is tuple and len(bias) == 2 else (bias, None)
         held = _of_handle(handle)
-        got = self._combine.run(
-            self._core.take_launch_with_event(), x, topk_weights, first, second, *held, num_sms, num_qps,
-            getattr(handle.token_metadata_at_forward, EXCHANGE, 0),
-        )  # fmt: skip
-        return (*got, no_event()) if type(got) is tuple else Missing.of(got)
+        exchange = getattr(handle.token_metadata_at_forward, EXCHANGE, 0)
+        args = (x, topk_weights, first, second, *held, num_sms, num_qps, exchange)
+        if order is None:
+            got = self._combine.run(self._core.take_launch_with_event(), *args)
+            return (*got, no_event()) if type(got) is tuple else Missing.of(got)
+        got = self._combine.run_behind(order, *args)
+        return (*got, order.ended()) if type(got) is tuple else Missing.of(got)
 
     # ---- their parts
 
-    def _cancel(self, launch: Launch | None, token: int, error: BaseException) -> None:
+    def _cancel(self, launch: Launch | None, order: Ordering | None, token: int, error: BaseException) -> None:
         """Tells the peers of a dispatch that ended after its exchange of counts (`token`; 0: not begun)."""
         if not token:
             return
-        order = Ordering(self._core, None, False, False)
-        if launch is not None:
-            order.launch = launch
+        if order is None:
+            order = Ordering(self._core, None, False, False)
+            if launch is not None:
+                order.launch = launch
         order.cancel(token, error)
+
+    def _rows_for(self, x: Tensor, rows: int, order: Order | None) -> tuple[OptionalTensor, int, int]:
+        with contextlib.nullcontext() if order is None else order.context:
+            return self._mode.rows_for(x, rows)
 
     def _wait_counts(self, token: int, num_local_experts: int) -> tuple[int, list[int]]:
         native = self._core.native

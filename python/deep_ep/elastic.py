@@ -19,6 +19,7 @@ from ._elastic import (
     Rows,
     Sending,
     Shape,
+    avoids_record_stream,
     check_beside_handle,
 )
 from ._elastic_face import ElasticFace, Kind
@@ -535,27 +536,26 @@ class ElasticBuffer(BufferBase):
         columns: bool,
     ) -> Dispatched:
         self._enter()
-        face, key, missing, kind = None, None, None, None
+        key, missing, kind = None, None, None
         data: Any
         data, scales = x if type(x) is tuple and len(x) == 2 else (x, None)
-        if previous_event is None and before_epilogue is None and is_async is False and on_comm is False:
-            face = self._opened_face()
+        face, order = self._face_for(previous_event, before_epilogue, is_async, on_comm)
         numbers = num_experts, num_max_tokens, alignment, num_sms, num_qps, copies_topk, cpu_sync, padding, columns
         if face is None:
             pass
         elif handle is not None:
             if type(handle) is EPHandle and topk_idx is None and stats is None:
-                missing = face.again(data, scales, topk_weights, handle, expand, *numbers)
+                missing = face.again(order, data, scales, topk_weights, handle, expand, *numbers)
         else:
             key = _key(topk_idx, expand, *numbers)
             kind = None if key is None else self._kinds.get(key)
             if kind is not None and (kind.worst or self._core.host_stream or not _torch.is_capturing()):
-                missing = face.fresh((data, scales, topk_idx, topk_weights, stats), kind)
+                missing = face.fresh((data, scales, topk_idx, topk_weights, stats), kind, order)
         if type(missing) is tuple:
             return missing
         sending, known = self._prepare(
             x, topk_idx, topk_weights, stats, num_experts, num_max_tokens, alignment, num_sms, num_qps, previous_event,
-            is_async, on_comm, handle, copies_topk, cpu_sync, expand, padding, columns,
+            is_async, on_comm, handle, copies_topk, cpu_sync, expand, padding, columns, order,
         )  # fmt: skip
         sending.order.wait_too(before_epilogue)
         result = self._mode.send(sending, known) if handle is None else self._mode.resend(sending, handle)
@@ -569,6 +569,18 @@ class ElasticBuffer(BufferBase):
                 self._kinds.clear()
             self._kinds[key] = Kind(sending, known)  # what the checks have found, for calls with the same numbers
         return result
+
+    def _face_for(
+        self, previous_event: Event, before_epilogue: Event, is_async: bool, on_comm: bool
+    ) -> tuple[ElasticFace | None, Order | None]:
+        """The compiled face, if it takes calls that are ordered so; the order of an asynchronous call on CUDA."""
+        if before_epilogue is not None:
+            return None, None
+        if previous_event is None and is_async is False and on_comm is False:
+            return self._opened_face(), None
+        if is_async is True and not self._core.host_stream and not avoids_record_stream():
+            return self._opened_face(), Order(self._core, previous_event, True, on_comm)
+        return None, None
 
     def _opened_face(self) -> ElasticFace | None:
         """The compiled face; None where there is none, and in the communication stream, which Order refuses."""
@@ -599,6 +611,7 @@ class ElasticBuffer(BufferBase):
         expand: bool,
         padding: bool,
         columns: bool,
+        order: Order | None = None,
     ) -> tuple[Sending, int]:
         """Everything of a dispatch that can be checked, and the SMs for its handle."""
         self._enter()
@@ -636,7 +649,8 @@ class ElasticBuffer(BufferBase):
         if topk_weights is not None:
             _torch.check("topk_weights", topk_weights, core.device, (FLOAT32,), (payload.num_tokens, num_topk))
         given, known = self._resolve_sms(num_sms, num_qps, num_experts, num_topk, handle)
-        order = Order(core, previous_event, is_async, on_comm)
+        if order is None:
+            order = Order(core, previous_event, is_async, on_comm)
         shape = Shape(num_topk, num_experts, alignment, num_max_tokens, expand, core.group_size)
         sending = Sending(
             payload, topk_weights, shape, order, self._mode.config(0, given), padding,
@@ -659,16 +673,16 @@ class ElasticBuffer(BufferBase):
         on_comm: bool,
     ) -> Combined:
         self._enter()
-        face, missing = None, None
-        if previous_event is None and before_epilogue is None and is_async is False and on_comm is False:
-            face = self._opened_face()
+        missing = None
+        face, order = self._face_for(previous_event, before_epilogue, is_async, on_comm)
         if face is not None and type(handle) is EPHandle:
-            missing = face.combine(x, handle, topk_weights, bias, num_sms, num_qps)
+            missing = face.combine(order, x, handle, topk_weights, bias, num_sms, num_qps)
             if type(missing) is tuple:
                 return missing
         self._mode.check_handle(handle)
         given, _ = self._resolve_sms(num_sms, num_qps, handle.num_experts, int(handle.topk_idx.shape[1]), handle)
-        order = Order(self._core, previous_event, is_async, on_comm)
+        if order is None:
+            order = Order(self._core, previous_event, is_async, on_comm)
         order.wait_too(before_epilogue)
         result = self._mode.combine(x, handle, topk_weights, bias, given, order)
         if face is not None and isinstance(missing, Missing):

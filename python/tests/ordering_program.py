@@ -18,6 +18,7 @@ import operator
 import os
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -67,9 +68,15 @@ def count_taken() -> list[int]:
 
 
 def storages(value: Any) -> set[int]:
-    """Of all tensors in nested sequences, but for empty ones."""
+    """Of all tensors in nested sequences and V2's handles, but for empty ones."""
     if hasattr(value, "untyped_storage"):
         return {value.untyped_storage().data_ptr()} - {0}
+    if type(value).__name__ == "EPHandle":
+        value = (
+            list(vars(value).values())
+            if hasattr(value, "__dict__")
+            else [getattr(value, name) for name in value.__slots__]
+        )
     return set().union(*map(storages, value)) if isinstance(value, (tuple, list)) else set()
 
 
@@ -86,84 +93,159 @@ def without_numbers(trace: str) -> list[str]:
     return lines
 
 
-def main(folder: str) -> None:
-    """Makes the calls, in each order, each three times: the last two may follow a plan."""
-    import torch
+class Recorder:
+    """The kernel library's record of what it was asked."""
 
-    import deep_ep
-    from deep_ep import _torch
-    from deep_ep.utils import EventHandle, EventOverlap
+    def __init__(self) -> None:
+        self._library = ctypes.CDLL(str(Path(os.environ["DEEPEP_KERNELS"], "libdeepep_cpu.so")))
+        self._text = ctypes.create_string_buffer(1 << 16)
 
-    fake = ctypes.CDLL(str(Path(os.environ["DEEPEP_KERNELS"], "libdeepep_cpu.so")))
-    text = ctypes.create_string_buffer(1 << 16)
-    buffer = deep_ep.Buffer(
-        None, 1 << 20, explicitly_destroy=True, engine="cpu", bootstrap=deep_ep.Bootstrap.file(0, 1, folder)
-    )  # fmt: skip
-    core: Any = buffer._core
+    def take(self) -> list[str]:
+        """The lines since the last time."""
+        self._library.fake_trace(self._text)
+        return without_numbers(self._text.value.decode())
+
+
+def as_on_gpus(core: Any) -> None:
+    """Has a buffer's calls follow the caller's stream, and its streams be stand-ins."""
     core.ensure_ready()
     core.host_stream, core.raw_stream = False, functools.partial(operator.index, 0x1000)
-    core.comm_stream, core.torch_current_stream = Stream(COMM), functools.partial(Stream, CURRENT)
+    core.comm_stream = Stream(COMM)
     core.__class__ = type("Core", (type(core),), {"torch_current_stream": lambda self: Stream(CURRENT)})
-    _torch.is_capturing = bool
-    _torch.stream_context = lambda stream: stream
-    torch.Tensor.record_stream = lambda self, to: told.add((self.untyped_storage().data_ptr(), to.name))  # type: ignore
 
-    x, idx = torch.zeros(16, 512, dtype=torch.bfloat16), torch.zeros(16, 8, dtype=torch.int64)
-    weights = torch.ones(16, 8)
-    rows = torch.zeros(16, 512, dtype=torch.float8_e4m3fn), torch.ones(16, 4)
+
+Calls = dict[str, tuple[Callable[..., Any], Any]]  # name: the call, and the tensors that it reads
+Orders = dict[str, Callable[[], tuple[dict[str, Any], set[str]]]]  # name: keywords, and the streams that use tensors
+
+
+def play(version: str, core: Any, recorder: Recorder, calls: Calls, orders: Orders) -> None:
+    """Makes each call in each order, three times: the last two may follow a plan."""
+    for order, make in orders.items():
+        for name, (call, inputs) in calls.items():
+            for turn in range(3):
+                how, streams = make()
+                recorder.take()
+                seen.clear()
+                told.clear()
+                outputs = call(**how)
+                found: dict[str, Any] = {"torch": sorted(set(seen))}
+                used = storages((inputs, outputs))
+                found["untold"] = len({(one, to) for one in used for to in streams} - told)
+                found["told of others"] = len({to for _, to in told} - streams)
+                outputs[-1].current_stream_wait()
+                found |= {"trace": recorder.take(), "version": version, "order": order, "call": name, "turn": turn}
+                del outputs, how
+                print(json.dumps({**found, "kept": len(core.kept)}))
+
+
+def of_v1(buffer: Any, x: Any, rows: Any, idx: Any, weights: Any) -> tuple[Calls, Orders]:
+    """The calls of Buffer."""
     per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(idx, 4)
     counts = {"num_tokens_per_rank": per_rank, "is_token_in_rank": in_rank, "num_tokens_per_expert": per_expert}
     fresh = {**counts, "topk_idx": idx, "topk_weights": weights}
     handle = buffer.dispatch(x, **fresh)[4]
-    calls = {
-        "layout": (lambda **how: buffer.get_dispatch_layout(idx, 4, **how), (idx,)),
+    of_handle = handle[0], handle[3], handle[5]
+    calls: Calls = {
+        "layout": (lambda **how: buffer.get_dispatch_layout(idx, 4, **how), idx),
         "dispatch": (lambda **how: buffer.dispatch(x, **fresh, **how), (x, *fresh.values())),
         "dispatch fp8": (lambda **how: buffer.dispatch(rows, **counts, **how), (rows, *counts.values())),
-        "worst case": (lambda **how: buffer.dispatch(x, **fresh, num_worst_tokens=16, **how), (x, *fresh.values())),
-        "cached": (lambda **how: buffer.dispatch(x, handle=handle, **how), (x, handle[0], handle[3], handle[5])),
-        "combine": (lambda **how: buffer.combine(x, handle, **how), (x, handle[0], handle[3], handle[5])),
+        "dispatch, worst": (
+            lambda **how: buffer.dispatch(x, **fresh, num_worst_tokens=16, **how),
+            tuple(fresh.values()),
+        ),
+        "dispatch, cached": (lambda **how: buffer.dispatch(x, handle=handle, **how), (x, of_handle)),
+        "combine": (lambda **how: buffer.combine(x, handle, **how), (x, of_handle)),
     }
-    taken = count_taken()
-    of_torch = EventOverlap(EventHandle())
-    assert of_torch.event is not None
-    of_torch.event._torch = "torch's event"  # type: ignore[assignment]
-    orders = {
-        "asynchronous": lambda: ({"async_finish": True}, {COMM}),
+    behind = {"async_finish": True}
+    orders: Orders = {
+        "asynchronous": lambda: (behind, {COMM}),
         "behind a call": lambda: (
-            {"async_finish": True, "previous_event": buffer.combine(x, handle, async_finish=True)[2]}, {COMM, CURRENT}
+            {**behind, "previous_event": buffer.combine(x, handle, async_finish=True)[2]}, {COMM, CURRENT}
         ),
         "behind torch": lambda: (
-            {"async_finish": True, "previous_event": of_torch, "allocate_on_comm_stream": True}, {COMM, CURRENT}
+            {**behind, "previous_event": event_of_torch(), "allocate_on_comm_stream": True}, {COMM, CURRENT}
         ),
     }  # fmt: skip
-    for kind, make in orders.items():
-        for name, (call, inputs) in calls.items():
-            for turn in range(3):
-                how, streams = make()
-                fake.fake_trace(text)
-                seen.clear()
-                told.clear()
-                outputs = call(**how)
-                torchs = sorted(set(seen))
-                used = storages((inputs, [one for one in outputs if not isinstance(one, EventOverlap)]))
-                missing = len({(one, to) for one in used for to in streams} - told)
-                strange = len({to for _, to in told} - streams)
-                outputs[-1].current_stream_wait()
-                fake.fake_trace(text)
-                found = {"order": kind, "call": name, "trace": without_numbers(text.value.decode()), "torch": torchs}
-                del outputs, how
-                found |= {"turn": turn, "untold": missing, "told of others": strange, "kept": len(core.kept)}
-                print(json.dumps(found))
-    torch.Tensor.record_stream = refuse  # type: ignore
-    for _ in range(2):
-        with contextlib.suppress(NoMemoryError):
-            buffer.dispatch(x, **fresh, async_finish=True)
-            raise AssertionError("torch's error is lost")
-    core.enter()
-    fake.fake_trace(text)
-    print(json.dumps({"kept": len(core.kept), "trace": without_numbers(text.value.decode())}))
+    return calls, orders
+
+
+def of_v2(buffer: Any, x: Any, rows: Any, idx: Any, weights: Any) -> tuple[Calls, Orders]:
+    """The calls of ElasticBuffer."""
+    calls: Calls = {}
+    for layout, expand in (("plain", False), ("expanded", True)):
+        given = {"topk_idx": idx, "topk_weights": weights, "num_experts": 4, "do_expand": expand}
+        received, _, received_weights, handle, _ = buffer.dispatch(x, **given)
+        again = functools.partial(buffer.dispatch, x, handle=handle, do_expand=expand)
+        back = functools.partial(buffer.combine, received, handle, received_weights)
+        inputs = (received, received_weights, handle)
+        calls |= {
+            f"dispatch, {layout}": (functools.partial(buffer.dispatch, x, **given), (x, idx, weights)),
+            f"dispatch fp8, {layout}": (functools.partial(buffer.dispatch, rows, **given), (rows, idx, weights)),
+            f"dispatch, worst, {layout}": (
+                functools.partial(buffer.dispatch, x, **given, do_handle_copy=False, do_cpu_sync=False),
+                (x, idx, weights),
+            ),
+            f"dispatch, cached, {layout}": (again, (x, handle)),
+            f"combine, {layout}": (back, inputs),
+        }
+    behind = {"async_with_compute_stream": True}
+    orders: Orders = {
+        "asynchronous": lambda: (behind, {COMM}),
+        "on the communication stream": lambda: ({**behind, "allocate_on_comm_stream": True}, {COMM, CURRENT}),
+        "behind torch": lambda: (
+            {**behind, "previous_event": event_of_torch(), "allocate_on_comm_stream": True}, {COMM, CURRENT}
+        ),
+    }  # fmt: skip
+    return calls, orders
+
+
+def event_of_torch() -> Any:
+    """An event that torch recorded."""
+    from deep_ep.utils import EventHandle, EventOverlap
+
+    event = EventHandle()
+    event._torch = "torch's event"  # type: ignore[assignment]
+    return EventOverlap(event)
+
+
+def main(folder: str) -> None:
+    """Plays both versions' calls, then calls that are cut short by torch."""
+    import torch
+
+    import deep_ep
+    from deep_ep import _torch
+
+    recorder, taken = Recorder(), count_taken()
+    _torch.is_capturing = bool
+    _torch.stream_context = lambda stream: stream
+    torch.Tensor.record_stream = lambda self, to: told.add((self.untyped_storage().data_ptr(), to.name))  # type: ignore
+    x, idx = torch.zeros(16, 512, dtype=torch.bfloat16), torch.zeros(16, 8, dtype=torch.int64)
+    weights, rows = torch.ones(16, 8), (torch.zeros(16, 512, dtype=torch.float8_e4m3fn), torch.ones(16, 4))
+    shape: dict[str, Any] = {"num_max_tokens_per_rank": 16, "hidden": 512, "num_topk": 8}
+    for version, kind, sizes, of in (
+        ("V1", deep_ep.Buffer, {"num_nvl_bytes": 1 << 20}, of_v1),
+        ("V2", deep_ep.ElasticBuffer, shape, of_v2),
+    ):
+        where = Path(folder, version)
+        where.mkdir()
+        bootstrap = deep_ep.Bootstrap.file(0, 1, str(where))
+        buffer: Any = kind(None, **sizes, explicitly_destroy=True, engine="cpu", bootstrap=bootstrap)
+        core = buffer._core
+        as_on_gpus(core)
+        calls, orders = of(buffer, x, rows, idx, weights)
+        play(version, core, recorder, calls, orders)
+        record, torch.Tensor.record_stream = torch.Tensor.record_stream, refuse  # type: ignore
+        for name, (call, _) in calls.items():
+            recorder.take()
+            with contextlib.suppress(NoMemoryError):
+                call(**orders["asynchronous"]()[0])
+                raise AssertionError("torch's error is lost")
+            core.enter()
+            told_peers = sum("dispatch # on" in line for line in recorder.take())
+            print(json.dumps({"cut short": f"{version} {name}", "kept": len(core.kept), "dispatches": told_peers}))
+        torch.Tensor.record_stream = record  # type: ignore
+        buffer.destroy()
     print(json.dumps({"through the face": sum(taken)}))
-    buffer.destroy()
 
 
 if __name__ == "__main__":
