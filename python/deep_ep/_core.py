@@ -319,7 +319,7 @@ class Ordering:
 
     __slots__ = (
         *("core", "async_finish", "previous", "on_comm", "stream", "struct", "launch", "begun", "given_back"),
-        "context",
+        *("context", "users"),
     )
 
     def __init__(
@@ -340,6 +340,7 @@ class Ordering:
         self.begun = self.given_back = False
         self.stream = core.current_stream()
         self.struct = _abi.sized(_abi.Call)
+        self.users: tuple[Any, ...] | None = None
         self.context: Any = _torch.stream_context(core.comm_stream) if self.on_comm else contextlib.nullcontext()
 
     def first(self, function: Any, args: Any, *after: Any, config: Any, held: Held) -> None:
@@ -495,6 +496,15 @@ class Ordering:
     def _give_back(self) -> None:
         self.given_back = True
         self.core.idle.append(self.launch)
+
+
+def call_in_order(call: Callable[..., Any], order: Ordering | None, *args: Any) -> Any:
+    """`call(order, *args)` of the compiled face; outputs of an asynchronous call are made in its context."""
+    if order is None:
+        return call(None, *args)
+    order.users = order.streams()
+    with order.context:
+        return call(order, *args)
 
 
 def _event_of(previous_event: object) -> EventHandle | None:

@@ -6,7 +6,6 @@ and on CUDA asynchronous ones.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
 import operator
@@ -73,7 +72,7 @@ class ElasticFace:
 
     # ---- calls. They return the result of ElasticBuffer's method, or why there is none: nothing was launched then
 
-    def fresh(self, inputs: Inputs, kind: Kind, order: Order | None) -> Dispatched | Missing | None:
+    def fresh(self, order: Order | None, inputs: Inputs, kind: Kind) -> Dispatched | Missing | None:
         """ElasticBuffer.dispatch without a handle; `order`: of an asynchronous call, on CUDA."""
         x = inputs[X]
         if type(x) is not Tensor or x.dim() != 2 or not 0 <= x.shape[0] <= kind.shape.num_max:
@@ -124,7 +123,7 @@ class ElasticFace:
         exchange: int,
     ) -> tuple[Any, ...]:
         """The second step: recv_src_metadata, recv_x, its scales, topk_idx, topk_weights."""
-        given, segment, offset = self._rows_for(inputs[X], rows, order)
+        given, segment, offset = self._mode.rows_for(inputs[X], rows)
         args = (
             *inputs, *made, given, *kind.scalars, tokens, rows, token, exchange, segment, offset, scale_column(rows),
             ctypes.addressof(kind.config),
@@ -144,7 +143,7 @@ class ElasticFace:
 
     def _worst_case(self, inputs: Inputs, kind: Kind, order: Order | None) -> Dispatched | Missing | None:
         rows = kind.shape.worst_rows()
-        given, segment, offset = self._rows_for(inputs[X], rows, order)
+        given, segment, offset = self._mode.rows_for(inputs[X], rows)
         launch = self._core.take_launch_with_event() if order is None else order.launch
         args = (*inputs, given, *kind.scalars, kind.copies_topk, segment, offset, ctypes.addressof(kind.config))
         try:
@@ -212,7 +211,7 @@ class ElasticFace:
         if type(rows) is not int or not 0 <= rows < 2**31:
             return None
         held = _of_handle(handle)
-        given, segment, offset = self._rows_for(x, rows, order)
+        given, segment, offset = self._mode.rows_for(x, rows)
         args = (
             x, scales, topk_weights, given, *held, expand, *chosen, rows,
             getattr(handle.token_metadata_at_forward, EXCHANGE, 0), segment, offset, scale_column(rows),
@@ -259,10 +258,6 @@ class ElasticFace:
             if launch is not None:
                 order.launch = launch
         order.cancel(token, error)
-
-    def _rows_for(self, x: Tensor, rows: int, order: Order | None) -> tuple[OptionalTensor, int, int]:
-        with contextlib.nullcontext() if order is None else order.context:
-            return self._mode.rows_for(x, rows)
 
     def _wait_counts(self, token: int, num_local_experts: int) -> tuple[int, list[int]]:
         native = self._core.native

@@ -333,7 +333,7 @@ class Site:
         """CUDA engine: makes an asynchronous call, or a step of one.
 
         Args:
-            order: its Ordering; outputs are made in its context.
+            order: its Ordering, within which this runs.
             args: of the site, without the numbers of call_struct.
             steps, step: of the operation. Between steps its tensors are in `kept`, under the launch of `order`.
 
@@ -346,13 +346,11 @@ class Site:
         core, launch, last = self._core, order.launch, step == steps
         if last:
             launch.create_event(core.native)
-        streams = order.streams() if last else None
-        with order.context:
-            stream, previous = order.behind()
-            got = self.call(
-                None if steps == 1 else launch, streams, *args, stream or 0, launch.event if last else 0, 1,
-                previous or 0,
-            )  # fmt: skip
+        stream, previous = order.behind()
+        got = self.call(
+            None if steps == 1 else launch, order.users if last else None, *args, stream or 0,
+            launch.event if last else 0, 1, previous or 0,
+        )  # fmt: skip
         if type(got) is list:
             if step == 1 and got[1] == 0:
                 core.kept.pop(launch, None)

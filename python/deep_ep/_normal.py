@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from . import _abi, _torch
-from ._core import Core, Ordering
+from ._core import Core, Ordering, call_in_order
 from ._memory import RowCache
 from ._normal_face import EXCHANGE, NUM_ENTRIES, NormalFace
 from ._torch import BF16, BOOL, FLOAT32, FP8, INDEX_TYPES, INT32, INT64, Device, OptionalTensor, Tensor
@@ -172,7 +172,7 @@ class NormalMode:
         face, order = self._face_for(previous_event, async_finish, allocate_on_comm_stream)
         with _torch.without_modes():
             if face is not None and not core.host_stream:
-                result = face.layout(topk_idx, num_experts, order)
+                result = call_in_order(face.layout, order, topk_idx, num_experts)
                 if type(result) is tuple:
                     return result
                 missing = result
@@ -181,7 +181,7 @@ class NormalMode:
             if core.host_stream:  # plain memory can be read here, before anything runs; a kernel could only fail
                 _torch.check_indices("topk_idx", topk_idx, num_experts)
                 if face is not None:
-                    result = face.layout(topk_idx, num_experts, order)
+                    result = call_in_order(face.layout, order, topk_idx, num_experts)
                     if type(result) is tuple:
                         return result
                     missing = result
@@ -252,11 +252,10 @@ class NormalMode:
             if face is not None and not global_expert_id_offset:
                 where = ctypes.addressof(native_config)
                 if handle is None:
-                    missing = face.fresh(
-                        (data, scales, *counts, *topk), expert_alignment, num_worst_tokens, where, order
-                    )
+                    inputs = (data, scales, *counts, *topk)
+                    missing = call_in_order(face.fresh, order, inputs, expert_alignment, num_worst_tokens, where)
                 elif topk_idx is None and topk_weights is None:
-                    missing = face.cached(data, scales, handle, where, order)
+                    missing = call_in_order(face.cached, order, data, scales, handle, where)
                 if type(missing) is tuple:
                     return missing
             if order is None:
@@ -431,7 +430,8 @@ class NormalMode:
         native_config = self._config(config, 1, num_sms)
         with _torch.without_modes():
             if face is not None:
-                missing = face.combine(x, handle, topk_weights, bias, ctypes.addressof(native_config), order)
+                where = ctypes.addressof(native_config)
+                missing = call_in_order(face.combine, order, x, handle, topk_weights, bias, where)
                 if type(missing) is tuple:
                     return missing
             if order is None:

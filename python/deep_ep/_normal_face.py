@@ -7,7 +7,6 @@ and of which streams torch's allocator has to know.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 from typing import Any
 
@@ -22,7 +21,6 @@ from .utils.event import no_event
 # Attribute of a handle's matrix: the exchange of counts that it is from. A copy of the tensor has none: not compared.
 EXCHANGE = "_deep_ep_exchange"
 NUM_ENTRIES = 6  # of a handle
-_NO_CONTEXT = contextlib.nullcontext()
 POLL_NS = 300_000  # how long a call waits for its counts before it lets other Python threads run
 
 # The tensors of a fresh dispatch, in the order of its sites.
@@ -68,7 +66,7 @@ class NormalFace:
 
     # ---- calls. They return the result of Buffer's method, or why there is none: nothing was launched then
 
-    def layout(self, topk_idx: object, num_experts: object, order: Ordering | None) -> Any:
+    def layout(self, order: Ordering | None, topk_idx: object, num_experts: object) -> Any:
         """Buffer.get_dispatch_layout, whose indices were looked at where that is possible."""
         if order is not None:
             got = self._layout.run_behind(order, topk_idx, num_experts)
@@ -78,15 +76,15 @@ class NormalFace:
         return (*got, no_event()) if type(got) is tuple else Missing.of(got)
 
     def fresh(
-        self, inputs: tuple[Any, ...], alignment: object, worst: object, config: int, order: Ordering | None
+        self, order: Ordering | None, inputs: tuple[Any, ...], alignment: object, worst: object, config: int
     ) -> Any:
         """Buffer.dispatch without a handle.
 
         Args:
+            order: of an asynchronous call, on CUDA.
             inputs: the tensors from x to topk_weights.
             alignment, worst: expert_alignment, num_worst_tokens.
             config: an address.
-            order: of an asynchronous call, on CUDA.
         """
         x, per_expert = inputs[X], inputs[PER_EXPERT]
         if type(x) is not Tensor or type(worst) is not int or not 0 <= worst < 2**31 or x.dim() != 2:
@@ -135,7 +133,7 @@ class NormalFace:
         config: int,
     ) -> tuple[Tensor, OptionalTensor, OptionalTensor, OptionalTensor, Tensor]:
         """The second step: recv_x, scales, topk_idx, topk_weights, recv_src_idx."""
-        given, segment, offset = self._rows_for(inputs[X], rows, order)
+        given, segment, offset = self._rows_for(inputs[X], rows)
         for _ in range(3):
             args = (*inputs, matrix, head, given, rows, token, exchange, segment, offset, config)
             if order is None:
@@ -154,7 +152,7 @@ class NormalFace:
     def _worst_case(
         self, inputs: tuple[Any, ...], alignment: object, worst: int, config: int, order: Ordering | None
     ) -> Any:
-        given, segment, offset = self._rows_for(inputs[X], worst, order)
+        given, segment, offset = self._rows_for(inputs[X], worst)
         args = (*inputs, given, alignment, worst, segment, offset, config)
         launch = self._core.take_launch_with_event() if order is None else order.launch
         try:
@@ -171,14 +169,14 @@ class NormalFace:
         handle = (matrix, sent_to, received_from, source, inputs[IN_RANK], head)
         return recv_x if scales is None else (recv_x, scales), idx, weights, [], handle, event
 
-    def cached(self, x: Any, scales: OptionalTensor, handle: Any, config: int, order: Ordering | None) -> Any:
+    def cached(self, order: Ordering | None, x: Any, scales: OptionalTensor, handle: Any, config: int) -> Any:
         """Buffer.dispatch with a handle."""
         if type(handle) is not tuple or len(handle) != NUM_ENTRIES or type(x) is not Tensor or x.dim() != 2:
             return None
         matrix, _, _, source, _, head = handle
         if type(source) is not Tensor or source.dim() != 1:
             return None
-        given, segment, offset = self._rows_for(x, source.shape[0], order)
+        given, segment, offset = self._rows_for(x, source.shape[0])
         exchange = getattr(matrix, EXCHANGE, 0)
         args = (x, scales, matrix, head, source, given, exchange, segment, offset, config)
         if order is None:
@@ -192,7 +190,7 @@ class NormalFace:
         return recv_x if scales is None else (recv_x, got[1]), None, None, None, None, event
 
     def combine(
-        self, x: object, handle: Any, topk_weights: object, bias: Any, config: int, order: Ordering | None
+        self, order: Ordering | None, x: object, handle: Any, topk_weights: object, bias: Any, config: int
     ) -> Any:
         """Buffer.combine."""
         if type(handle) is not tuple or len(handle) != NUM_ENTRIES:
@@ -218,15 +216,14 @@ class NormalFace:
                 order.launch = launch
         order.cancel(token, error)
 
-    def _rows_for(self, x: Tensor, rows: int, order: Ordering | None) -> tuple[OptionalTensor, int, int]:
+    def _rows_for(self, x: Tensor, rows: int) -> tuple[OptionalTensor, int, int]:
         """recv_x where it is not the module that allocates it, and the segment and the offset there of its rows."""
         core = self._core
         pool = core.native.rows
         if pool is not None:
             if not rows:
                 return None, -1, 0
-            with order.context if order is not None else _NO_CONTEXT:
-                recv_x, offset = pool.place(x, rows) or (None, None)
+            recv_x, offset = pool.place(x, rows) or (None, None)
             return (recv_x, -1, 0) if offset is None else (recv_x, pool.index, offset)
         if core.host_stream and self._row_cache.serves(rows * x.shape[1] * x.itemsize):
             return self._row_cache.empty((rows, x.shape[1]), x.dtype), -1, 0

@@ -8,6 +8,7 @@ from typing import Any
 
 from . import _elastic_sizes, _names, _torch, errors
 from ._absent import AGRS, ENGRAM, PP, BufferBase, absent
+from ._core import call_in_order
 from ._elastic import (
     Combined,
     Dispatched,
@@ -545,12 +546,12 @@ class ElasticBuffer(BufferBase):
             pass
         elif handle is not None:
             if type(handle) is EPHandle and topk_idx is None and stats is None:
-                missing = face.again(order, data, scales, topk_weights, handle, expand, *numbers)
+                missing = call_in_order(face.again, order, data, scales, topk_weights, handle, expand, *numbers)
         else:
             key = _key(topk_idx, expand, *numbers)
             kind = None if key is None else self._kinds.get(key)
             if kind is not None and (kind.worst or self._core.host_stream or not _torch.is_capturing()):
-                missing = face.fresh((data, scales, topk_idx, topk_weights, stats), kind, order)
+                missing = call_in_order(face.fresh, order, (data, scales, topk_idx, topk_weights, stats), kind)
         if type(missing) is tuple:
             return missing
         sending, known = self._prepare(
@@ -676,7 +677,7 @@ class ElasticBuffer(BufferBase):
         missing = None
         face, order = self._face_for(previous_event, before_epilogue, is_async, on_comm)
         if face is not None and type(handle) is EPHandle:
-            missing = face.combine(order, x, handle, topk_weights, bias, num_sms, num_qps)
+            missing = call_in_order(face.combine, order, x, handle, topk_weights, bias, num_sms, num_qps)
             if type(missing) is tuple:
                 return missing
         self._mode.check_handle(handle)
