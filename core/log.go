@@ -54,25 +54,46 @@ func logger(s env.Settings) *zap.Logger {
 }
 
 // descriptor is a file descriptor of this package. A write of Go's os.File to a closed standard error ends the process;
-// a write of this one only loses the line.
-type descriptor int
+// a write of this one only loses the line. So does one after something else in the process has closed the descriptor:
+// its number may be that of a connection by then.
+type descriptor struct {
+	fd       int // -1: there is none
+	dev, ino uint64
+}
+
+func newDescriptor(fd int) descriptor {
+	dev, ino := fileOf(fd)
+	return descriptor{fd: fd, dev: dev, ino: ino}
+}
+
+// fileOf says which file a descriptor is of; zeros: of none.
+func fileOf(fd int) (dev, ino uint64) {
+	var s unix.Stat_t
+	if unix.Fstat(fd, &s) != nil {
+		return 0, 0
+	}
+	return s.Dev, s.Ino
+}
 
 func openSink(path string) zapcore.WriteSyncer {
 	if path != "" {
 		if fd, err := unix.Open(path, unix.O_WRONLY|unix.O_CREAT|unix.O_APPEND|unix.O_CLOEXEC, 0o644); err == nil {
-			return zapcore.Lock(descriptor(fd))
+			return zapcore.Lock(newDescriptor(fd))
 		}
 	}
 	fd, err := unix.FcntlInt(2, unix.F_DUPFD_CLOEXEC, 3)
 	if err != nil {
 		fd = -1 // standard error is closed
 	}
-	return zapcore.Lock(descriptor(fd))
+	return zapcore.Lock(newDescriptor(fd))
 }
 
 func (s descriptor) Write(p []byte) (int, error) {
-	for rest := p; s >= 0 && len(rest) > 0; {
-		n, err := unix.Write(int(s), rest)
+	if dev, ino := fileOf(s.fd); s.ino == 0 || dev != s.dev || ino != s.ino {
+		return len(p), nil
+	}
+	for rest := p; len(rest) > 0; {
+		n, err := unix.Write(s.fd, rest)
 		if err != nil && err != unix.EINTR {
 			break
 		}

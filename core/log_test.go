@@ -43,9 +43,39 @@ func TestLogWithoutAReader(t *testing.T) {
 	}
 	unix.Close(pipe[0])
 	defer unix.Close(pipe[1])
-	for _, d := range []descriptor{descriptor(pipe[1]), -1} {
+	for _, d := range []descriptor{newDescriptor(pipe[1]), newDescriptor(-1)} {
 		if n, err := d.Write([]byte("lost\n")); n != 5 || err != nil {
-			t.Errorf("descriptor %d: %d %v", d, n, err)
+			t.Errorf("descriptor %d: %d %v", d.fd, n, err)
 		}
 	}
+}
+
+// Something else in the process has closed the descriptor, and another file has the number: no line goes there.
+func TestLogLeavesTheFileOfAnotherAlone(t *testing.T) {
+	folder := t.TempDir()
+	d := newDescriptor(create(t, filepath.Join(folder, "log")))
+	if _, err := d.Write([]byte("first\n")); err != nil {
+		t.Fatal(err)
+	}
+	other := create(t, filepath.Join(folder, "other"))
+	if err := unix.Dup3(other, d.fd, unix.O_CLOEXEC); err != nil { // closes the log's, and takes its number
+		t.Fatal(err)
+	}
+	if n, err := d.Write([]byte("second\n")); n != 7 || err != nil {
+		t.Errorf("%d %v", n, err)
+	}
+	for name, want := range map[string]string{"log": "first\n", "other": ""} {
+		if text, err := os.ReadFile(filepath.Join(folder, name)); err != nil || string(text) != want {
+			t.Errorf("%s: %q %v, want %q", name, text, err, want)
+		}
+	}
+}
+
+func create(t *testing.T, path string) int {
+	fd, err := unix.Open(path, unix.O_WRONLY|unix.O_CREAT|unix.O_CLOEXEC, 0o600)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { unix.Close(fd) })
+	return fd
 }

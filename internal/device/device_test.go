@@ -3,6 +3,7 @@ package device
 import (
 	"context"
 	"errors"
+	"fmt"
 	"os"
 	"strconv"
 	"strings"
@@ -116,7 +117,8 @@ func TestShareTellsWhoFailed(t *testing.T) {
 	d := open(t)
 	defer d.Release()
 	answer := func(change func(all []Message)) error {
-		_, err := d.Share(context.Background(), 0, 4096, []bool{true, true}, func(_ context.Context, blob []byte, fds []int) ([]Message, error) {
+		places := Places{Mapped: []bool{true, true}, Describe: func(rank int) string { return fmt.Sprintf("rank %d (there)", rank) }}
+		_, err := d.ShareAmong(context.Background(), places, 4096, func(_ context.Context, blob []byte, fds []int) ([]Message, error) {
 			all := []Message{{Blob: blob}, {Blob: append([]byte(nil), blob...), FDs: []int{must(unix.Dup(fds[0]))}}}
 			change(all)
 			return all, nil
@@ -130,7 +132,7 @@ func TestShareTellsWhoFailed(t *testing.T) {
 	}{
 		"no memory there": {func(all []Message) {
 			all[1].Blob = append(append([]byte{0, 0, 0, 0, 4}, make([]byte, offerHead-5)...), "all gone"...)
-		}, status.ErrOutOfMemory, "rank 1 failed: all gone"},
+		}, status.ErrOutOfMemory, "rank 1 (there) failed: all gone"},
 		"less there":    {func(all []Message) { all[1].Blob[9] = 1 }, status.ErrMismatch, "rank 1 offers 256 bytes"},
 		"no descriptor": {func(all []Message) { closeAll(all[1].FDs); all[1].FDs = nil }, status.ErrInternal, "rank 1 sent 0 descriptors"},
 		"cut short":     {func(all []Message) { all[1].Blob = all[1].Blob[:5] }, status.ErrInternal, "rank 1"},

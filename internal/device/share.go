@@ -33,6 +33,7 @@ type Symmetric struct {
 	standIn   *Memory // in the place of ranks that do not exist; nil: there are none
 	kept      bool    // Local was that of an earlier group
 	crowd     bool    // ranks of this process use the memory without a mapping of their own
+	describe  func(rank int) string
 }
 
 // Places says how memory is shared among ranks of which some shared memory before.
@@ -40,7 +41,9 @@ type Places struct {
 	Rank   int
 	Mapped []bool // whose memory is mapped
 	Absent []bool // places without a process; nil: none
-	Crowd  []bool // ranks of this process whose memory is used where they have it, without a mapping; nil: none
+	// Describe names a rank for errors; nil: by its number alone.
+	Describe func(rank int) string
+	Crowd    []bool // ranks of this process whose memory is used where they have it, without a mapping; nil: none
 	// The memory of before, nil: there is none; Was is each rank's number there, -1: new. It is kept where it is large
 	// enough, unless Fresh is set: then somebody who is not among the ranks may still write to it.
 	Before *Symmetric
@@ -49,6 +52,13 @@ type Places struct {
 }
 
 func (p *Places) absent(rank int) bool { return p.Absent != nil && p.Absent[rank] }
+
+func (p *Places) describe(rank int) string {
+	if p.Describe == nil {
+		return fmt.Sprintf("rank %d", rank)
+	}
+	return p.Describe(rank)
+}
 
 func (p *Places) crowd(rank int) bool { return p.Crowd != nil && p.Crowd[rank] }
 
@@ -60,7 +70,7 @@ func (d *Device) Share(ctx context.Context, rank int, bytes uint64, mapped []boo
 
 // ShareAmong is Share among ranks that may keep memory of before.
 func (d *Device) ShareAmong(ctx context.Context, p Places, bytes uint64, exchange Exchange) (*Symmetric, error) {
-	s := &Symmetric{rank: p.Rank, Addresses: make([]uint64, len(p.Mapped)), peers: make([]*Memory, len(p.Mapped))}
+	s := &Symmetric{rank: p.Rank, describe: p.Describe, Addresses: make([]uint64, len(p.Mapped)), peers: make([]*Memory, len(p.Mapped))}
 	offer, fds, failure := s.allocate(d, bytes, &p)
 	all, err := exchange(ctx, offer, fds)
 	closeAll(fds)
@@ -209,7 +219,7 @@ func checkOffers(all []Message, places *Places) error {
 			return status.Errorf(status.Internal, "rank %d offered its memory in %d bytes", rank, len(m.Blob))
 		}
 		if code := binary.LittleEndian.Uint32(m.Blob[4:]); code != 0 {
-			return status.Errorf(status.Code(code), "rank %d failed: %s", rank, m.Blob[offerHead:])
+			return status.Errorf(status.Code(code), "%s failed: %s", places.describe(rank), m.Blob[offerHead:])
 		}
 	}
 	return nil
@@ -358,7 +368,7 @@ func (s *Symmetric) Again(ctx context.Context, exchange Exchange) error {
 }
 
 func (s *Symmetric) mapAgain(all []Message) error {
-	if err := checkOffers(all, &Places{}); err != nil {
+	if err := checkOffers(all, &Places{Describe: s.describe}); err != nil {
 		return err
 	}
 	for rank, m := range s.peers {

@@ -111,7 +111,7 @@ func (b *Buffer) build(ctx context.Context) error {
 	}
 	exchange := withFingerprint(b.fingerprint(err), memory, b.absent, func(all []fingerprint) error {
 		prints = all
-		return compareAll(all)
+		return compareAll(all, b.members.Describe)
 	})
 	if err != nil {
 		_, _ = exchange(ctx, nil, nil) // it carries the error to the other ranks; here err counts
@@ -192,7 +192,7 @@ func (b *Buffer) agree(ctx context.Context, what string, here error) error {
 	}
 	for rank, m := range all {
 		if len(m.Blob) > 1 {
-			return status.Errorf(status.Code(m.Blob[0]), "rank %d failed: %s", rank, m.Blob[1:])
+			return status.Errorf(status.Code(m.Blob[0]), "%s failed: %s", b.members.Describe(rank), m.Blob[1:])
 		}
 	}
 	return nil

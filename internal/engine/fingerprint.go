@@ -50,10 +50,10 @@ func (b *Buffer) fingerprint(failure error) fingerprint {
 }
 
 // compareAll finds the first difference among the ranks, and before that the first rank that failed.
-func compareAll(all []fingerprint) error {
+func compareAll(all []fingerprint, describe func(rank int) string) error {
 	for rank, f := range all {
 		if f.Failure != "" {
-			return status.Errorf(f.Code, "rank %d cannot make the buffer: %s", rank, f.Failure)
+			return status.Errorf(f.Code, "%s cannot make the buffer: %s", describe(rank), f.Failure)
 		}
 	}
 	first := max(0, slices.IndexFunc(all, func(f fingerprint) bool { return !f.absent }))

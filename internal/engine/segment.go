@@ -46,7 +46,7 @@ func (b *Buffer) NewSegment(ctx context.Context, bytes uint64) (*Segment, error)
 	index := -1
 	limited, done := b.limited(ctx)
 	defer done()
-	shared, err := b.dev.ShareAmong(limited, device.Places{Rank: b.rank, Mapped: mapped, Absent: absent}, bytes, func(ctx context.Context, blob []byte, fds []int) ([]device.Message, error) {
+	shared, err := b.dev.ShareAmong(limited, device.Places{Rank: b.rank, Mapped: mapped, Absent: absent, Describe: b.members.Describe}, bytes, func(ctx context.Context, blob []byte, fds []int) ([]device.Message, error) {
 		all, err := exchange(ctx, append(binary.LittleEndian.AppendUint64(nil, free), blob...), fds)
 		if err == nil {
 			index, err = commonSegment(all, absent)

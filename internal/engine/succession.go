@@ -113,7 +113,7 @@ func (b *Buffer) absentRanks() []bool {
 
 // places says which memory this buffer keeps of its predecessor's.
 func (b *Buffer) places() device.Places {
-	p := device.Places{Rank: b.rank, Mapped: b.onThisHost(), Absent: b.absentRanks(), Crowd: b.crowd()}
+	p := device.Places{Rank: b.rank, Mapped: b.onThisHost(), Absent: b.absentRanks(), Crowd: b.crowd(), Describe: b.members.Describe}
 	if from := b.opt.From; from != nil && from.awake() == nil { // else its memory is given back
 		p.Before, p.Was, p.Fresh = from.block, b.opt.Was, b.opt.Fresh
 	}

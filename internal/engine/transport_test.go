@@ -18,8 +18,9 @@ import (
 type among struct {
 	alone
 	rank, size int
-	elsewhere  int // a rank on another host; 0: none
-	lost       int // a rank that has died; 0: none
+	elsewhere  int    // a rank on another host; 0: none
+	lost       int    // a rank that has died; 0: none
+	fails      string // the end of the tag of an exchange in which rank 1 says that it has failed
 	awaits     map[int]int
 	called     map[int]engine.LastCall
 }
@@ -45,12 +46,23 @@ func (a *among) State(rank int) (engine.PeerState, string) {
 	}
 	return engine.PeerAlive, ""
 }
-func (a *among) Exchange(_ context.Context, _ string, blob []byte, _ []int) ([]device.Message, error) {
+func (a *among) Exchange(_ context.Context, tag string, blob []byte, _ []int) ([]device.Message, error) {
 	all := make([]device.Message, a.size)
 	for i := range all {
 		all[i].Blob = append([]byte(nil), blob...)
 	}
+	if a.fails != "" && strings.HasSuffix(tag, a.fails) {
+		all[1].Blob = append([]byte{byte(status.CodeOf(status.ErrOutOfMemory))}, "no memory"...)
+	}
 	return all, nil
+}
+
+// An error that another rank brings into an exchange names that rank's process, too.
+func TestARankThatFailedIsNamed(t *testing.T) {
+	_, err := nodes(t, &among{size: 4, fails: "/ready"}, 2, nil)
+	if !errors.Is(err, status.ErrOutOfMemory) || !strings.Contains(err.Error(), "rank 1 (test) failed: no memory") {
+		t.Error(err)
+	}
 }
 
 // nodes makes a buffer of one rank of a group on several nodes.

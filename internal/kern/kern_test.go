@@ -99,3 +99,15 @@ func TestTransportIsOptional(t *testing.T) {
 		}
 	}
 }
+
+func TestErrorsOfTheHostHaveItsWords(t *testing.T) {
+	for want, err := range map[string]error{
+		"dk_mem_alloc: operating system error 24: too many open files": Error("dk_mem_alloc", int32(status.System), 24),
+		"dk_mem_alloc: operating system error":                         Error("dk_mem_alloc", int32(status.System), 0),
+		"dk_mem_alloc: device error (device error 700)":                Error("dk_mem_alloc", int32(status.Device), 700),
+	} {
+		if err.Error() != want {
+			t.Errorf("%v, want %s", err, want)
+		}
+	}
+}

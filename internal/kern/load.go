@@ -3,6 +3,7 @@ package kern
 import (
 	"bytes"
 	"slices"
+	"syscall"
 
 	"github.com/deepep-go/deepep/internal/abi"
 	"github.com/deepep-go/deepep/internal/dl"
@@ -115,6 +116,8 @@ func Error(function string, code, deviceError int32) error {
 	switch {
 	case code == 0:
 		return nil
+	case deviceError != 0 && status.Code(code) == status.System: // the host's own number
+		return status.Errorf(status.System, "%s: %v %d: %w", function, status.System, deviceError, syscall.Errno(deviceError))
 	case deviceError != 0:
 		return status.Errorf(status.Code(code), "%s: %v (device error %d)", function, status.Code(code), deviceError)
 	}
