@@ -795,8 +795,8 @@ PyMODINIT_FUNC PyInit_deepep_torch(void) {
   name_enter = PyUnicode_InternFromString("__enter__");
   name_exit = PyUnicode_InternFromString("__exit__");
   name_record_stream = PyUnicode_InternFromString("record_stream");
-  if (module == NULL || type == NULL || name_cdata == NULL || name_enter == NULL || name_exit == NULL || name_record_stream == NULL ||
-      PyModule_AddObject(module, "Site", type) != 0 ||
+  if (module == NULL || type == NULL || name_cdata == NULL || name_enter == NULL || name_exit == NULL ||
+      name_record_stream == NULL || PyModule_AddObject(module, "Site", type) != 0 ||
       PyModule_AddIntConstant(module, "version",
                               DEEPEP_VERSION_MAJOR * 10000 + DEEPEP_VERSION_MINOR * 100 + DEEPEP_VERSION_PATCH) != 0)
     return NULL;
