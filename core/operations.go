@@ -94,8 +94,6 @@ func (b *Buffer) BalanceWorkspace(a *BalanceArgs, reduce bool) (uint64, error) {
 // In: Mapping int32 [R, NumSlots], the expert, rank * NumLocalExperts + local, of each slot, any other number for none;
 // Experts, NumTensors tensors [NumLocalExperts, ExpertBytes]; Workspace of BalanceWorkspace bytes. Out: Copies,
 // [NumSlots, ExpertBytes]; slots of none stay. ExpertBytes are multiples of 16, and there are at most 32 ranks.
-//
-// Errors beside those of Buffer: ErrUnsupported on several nodes of GPUs.
 func (b *Buffer) PrefetchWeights(a *BalanceArgs, c *Call) error {
 	return b.live().PrefetchWeights(a, c.engine())
 }

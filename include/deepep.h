@@ -690,7 +690,7 @@ typedef struct deepep_dispatch_args {
   {sizeof(deepep_dispatch_args), 0, 0, DEEPEP_BF16, 0, 0, 0, 0, 0, DEEPEP_INT64, 0, 0, 0, NULL, NULL, 0, 0, NULL, NULL, \
    NULL, NULL, NULL, NULL, NULL, 0, 0, 0, 0}
 /* clang-format on */
-/* collective, launches. With a routing, on several nodes: UNSUPPORTED but with "cpu". */
+/* collective, launches. With a routing, on several nodes, with enable_shrink: UNSUPPORTED. */
 deepep_status_t deepep_dispatch(deepep_buffer_t buffer, const deepep_dispatch_args *args, const deepep_call *call);
 
 /* collective with the other ranks' deepep_dispatch of the token, launches. In place of deepep_dispatch on a rank that
@@ -730,7 +730,7 @@ typedef struct deepep_combine_args {
 #define DEEPEP_COMBINE_INIT \
   {sizeof(deepep_combine_args), 0, 0, 0, 0, 0, NULL, NULL, {NULL, NULL}, NULL, NULL, NULL, 0, 0}
 /* clang-format on */
-/* collective, launches. With a routing, on several nodes: UNSUPPORTED but with "cpu". */
+/* collective, launches. With a routing, on several nodes, with enable_shrink: UNSUPPORTED. */
 deepep_status_t deepep_combine(deepep_buffer_t buffer, const deepep_combine_args *args, const deepep_call *call);
 
 /* ---- Experts' copies --------------------------------------------------------------------------------------------- */

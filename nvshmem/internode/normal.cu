@@ -3,6 +3,7 @@
 #include "internode/normal/combine.cuh"
 #include "internode/normal/dispatch.cuh"
 #include "internode/normal/notify.cuh"
+#include "internode/routed/launch.cuh"
 
 namespace deepep {
 namespace {
@@ -31,7 +32,7 @@ cudaError_t internode::load_normal_kernels() {
   if (error == cudaSuccess) error = cudaFuncGetAttributes(&attributes, internode_barrier_kernel);
   if (error == cudaSuccess) error = cudaFuncGetAttributes(&attributes, deep_ep::internode::dispatch_with_notify);
   if (error == cudaSuccess) error = cudaFuncGetAttributes(&attributes, deep_ep::internode::combine_with_notify);
-  return error;
+  return error == cudaSuccess ? load_routed_kernels() : error;
 }
 
 int32_t internode_notify(dk_notify_params *p, const NotifyParams &n) {
@@ -44,6 +45,7 @@ int32_t internode_notify(dk_notify_params *p, const NotifyParams &n) {
 }
 
 int32_t internode_dispatch(dk_dispatch_params *p, const DispatchParams &d, int blocks) {
+  if (p->routing != DK_ROUTING_NONE) return launch_routed_dispatch(p, d, blocks);
   const Team *team = handle_of<Team>(p->team);
   InternodeDispatchParams params{d, team->internode->view, {}, {}, static_cast<NormalState *>(team->internode->state)};
   params.rings =
@@ -56,6 +58,7 @@ int32_t internode_dispatch(dk_dispatch_params *p, const DispatchParams &d, int b
 }
 
 int32_t internode_combine(dk_combine_params *p, const CombineParams &c, int blocks) {
+  if (p->routing != DK_ROUTING_NONE) return launch_routed_combine(p, c, blocks);
   const Team *team = handle_of<Team>(p->team);
   if (p->num_recv_tokens > 0 && p->recv_src_idx == 0) return DK_EINVAL;
   InternodeCombineParams params{c, team->internode->view, {}, {}};

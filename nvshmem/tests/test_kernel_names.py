@@ -25,6 +25,7 @@ ROUTED = {
     f"deep_ep::intranode::{name}"
     for name in ("notify_routed", "dispatch_routed", "dispatch_expanded", "combine_routed", "combine_expanded")
 }
+ROUTED_NODES = {f"deep_ep::internode::{name}" for name in ("notify_routed", "dispatch_routed", "combine_routed")}
 # What a call launches, and the words that V1's tests look for in it.
 CALLS = [
     ("libdeepep_cuda.so", [ONE_NODE[0]], ["dispatch"]),
@@ -55,7 +56,7 @@ def function(name: str) -> str:
     ("library", "expected"),
     [
         ("libdeepep_cuda.so", {*ONE_NODE, *LOW_LATENCY, NOTIFY[0]}),
-        ("libdeepep_nvshmem.so", {*ONE_NODE, *LOW_LATENCY, *NODES, *NOTIFY}),
+        ("libdeepep_nvshmem.so", {*ONE_NODE, *LOW_LATENCY, *NODES, *NOTIFY, *ROUTED_NODES}),
     ],
 )
 def test_kernels_of_dispatch_and_combine(library: str, expected: set[str]) -> None:

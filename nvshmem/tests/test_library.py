@@ -315,6 +315,13 @@ def test_kernels_of_normal_mode_on_the_host(first: int) -> None:
     assert code == 0 and text.count(": ok") == 5, text
 
 
+@pytest.mark.parametrize("first", range(1, 201 if os.environ.get("DEEPEP_TEST_FULL", "0") not in ("", "0") else 21, 10))
+def test_kernels_with_a_routing_on_the_host(first: int) -> None:
+    """Notify, dispatch and combine with a routing, plain and expanded; a lost rank, wrong indices."""
+    code, text = run(OUT / "internode_routed_test", first, 10)
+    assert code == 0 and text.count(": ok") == 16, text
+
+
 @pytest.mark.parametrize("first", range(1, 601 if os.environ.get("DEEPEP_TEST_FULL", "0") not in ("", "0") else 13, 12))
 def test_kernels_of_low_latency_on_the_host(first: int) -> None:
     """Formats, halves, overlapping batches, zero copy, LogFMT; ranks run ahead as far as the kernels let them."""

@@ -24,6 +24,7 @@ void internode_team_destroy(Team *team);  // no effect where team->internode is 
 
 // Where is_remote(). The caller has checked the arguments.
 int32_t internode_notify(dk_notify_params *p, const NotifyParams &params);
+int32_t internode_routed_notify(dk_notify_params *p, const NotifyParams &params);
 int32_t internode_dispatch(dk_dispatch_params *p, const DispatchParams &params, int blocks);
 int32_t internode_combine(dk_combine_params *p, const CombineParams &params, int blocks);
 int32_t internode_barrier(dk_barrier_params *p);

@@ -8,6 +8,7 @@ void internode_ll_layout(dk_ll_layout_params *) {}
 int32_t internode_team_create(dk_team_create_params *, Team *) { return DK_EUNSUPPORTED; }
 void internode_team_destroy(Team *) {}
 int32_t internode_notify(dk_notify_params *, const NotifyParams &) { return DK_EUNSUPPORTED; }
+int32_t internode_routed_notify(dk_notify_params *, const NotifyParams &) { return DK_EUNSUPPORTED; }
 int32_t internode_dispatch(dk_dispatch_params *, const DispatchParams &, int) { return DK_EUNSUPPORTED; }
 int32_t internode_combine(dk_combine_params *, const CombineParams &, int) { return DK_EUNSUPPORTED; }
 int32_t internode_barrier(dk_barrier_params *) { return DK_EUNSUPPORTED; }

@@ -113,7 +113,7 @@ static_assert(kMaxRoutedExperts == DK_MAX_ROUTED_EXPERTS, "one limit");
 // With a routing: what any of the three calls cannot do.
 int32_t check_routing(const Team *team, int32_t routing, int32_t num_topk, int32_t num_experts, int32_t index_bytes) {
   if (routing != DK_ROUTING_PLAIN && routing != DK_ROUTING_EXPANDED) return DK_EINVAL;
-  if (is_remote(team)) return DK_EUNSUPPORTED;
+  if (is_remote(team) && shrinks(team->view)) return DK_EUNSUPPORTED;
   if (num_topk < 1 || num_topk > kWarp || (index_bytes != 4 && index_bytes != 8)) return DK_EINVAL;
   const bool fits = num_experts >= 1 && num_experts <= DK_MAX_ROUTED_EXPERTS;
   return fits && num_experts % team->view.num_ranks == 0 ? DK_OK : DK_EINVAL;
@@ -127,7 +127,10 @@ int32_t notify_with_routing(dk_notify_params *p) {
       p->num_max_tokens < p->num_tokens)
     return DK_EINVAL;
   if (p->psum_per_rank == 0 || p->psum_per_expert == 0 || p->num_per_expert == 0) return DK_EINVAL;
-  if (p->num_scaleup_ranks != 0 && p->num_scaleup_ranks != team->view.num_ranks) return DK_EINVAL;  // one node
+  const int sums = p->num_scaleup_ranks == 0 ? team->view.num_ranks : p->num_scaleup_ranks;
+  if (sums != team->view.num_ranks && (!is_remote(team) || sums != team->view.num_nvl_peers)) return DK_EINVAL;
+  if (p->num_tokens > 0 && (p->topk_idx == 0 || p->dst_slot == 0)) return DK_EINVAL;
+  if (is_remote(team)) return internode_routed_notify(p, {*p, session_of(p, DK_OP_NOTIFY, DK_PHASE_BOTH)});
   const uint32_t num_ranks = team->view.num_ranks, experts = p->num_experts;
   RoutedNotifyParams params{{*p, session_of(p, DK_OP_NOTIFY, DK_PHASE_BOTH)}};
   params.warps = kRoutedNotifyThreads / kWarp;

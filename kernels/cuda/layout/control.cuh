@@ -27,7 +27,7 @@ enum : uint32_t {
   kHandshakeWeights = 2,
   kHandshakeSilent = 4,        // the sender has no row, so whether it gives weights means nothing
   kHandshakeRefused = 8,       // the sender's handle is wrong: `segment` and `row_limit` say what is expected and seen
-  kHandshakeRoutingShift = 4,  // normal mode: DK_ROUTING_*, 2 bits, and one of combine: rows cross unreduced
+  kHandshakeRoutingShift = 4,  // normal mode: DK_ROUTING_*, 2 bits, then combine's DK_COMBINE_*, 2 bits
   kHandshakeFormatShift = 8,   // low latency: the format, 4 bits, and flags; normal mode: the type of x
   kHandshakeFieldShift = 24    // of a refusal: DK_FIELD_*
 };

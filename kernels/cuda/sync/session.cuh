@@ -75,12 +75,13 @@ struct Difference {
   int64_t mine, theirs;
 };
 // The routing of a normal-mode call among its flags, and as DK_FIELD_ROUTING records it.
-constexpr uint32_t kRoutingFlags = 7u << kHandshakeRoutingShift;
+constexpr uint32_t kRoutingFlags = 15u << kHandshakeRoutingShift;
 __device__ inline uint32_t routing_flags(int routing, uint32_t combine_flags) {
-  return (static_cast<uint32_t>(routing) | (combine_flags & DK_COMBINE_UNREDUCED) << 2) << kHandshakeRoutingShift;
+  return (static_cast<uint32_t>(routing) | (combine_flags & (DK_COMBINE_UNREDUCED | DK_COMBINE_APART)) << 2)
+         << kHandshakeRoutingShift;
 }
 __device__ inline int64_t routing_field(uint32_t flags) {
-  const uint32_t routing = flags >> kHandshakeRoutingShift & 7;
+  const uint32_t routing = flags >> kHandshakeRoutingShift & 15;
   return (routing & 3) | (routing >> 2) << 8;
 }
 // An operation's flags as DK_FIELD_FORMAT records them: of low-latency dispatch the format, whether weights are given,

@@ -138,6 +138,11 @@ __device__ inline void send_row(const InternodeDispatchParams &p, int node, int 
   }
 }
 
+// What crosses after a row's payload. Parameters of another kind have a send_row(), a take_row() and this of their own.
+__device__ inline uint32_t words_bytes(const InternodeDispatchParams &p) {
+  return 4u * RowWords(p.d, p.internode.num_peers).end;
+}
+
 // What a sender's turn leaves: the next token and the rows put into the ring so far.
 struct SentRows {
   int token;
@@ -145,8 +150,9 @@ struct SentRows {
 };
 
 // To another node: rows of neighbouring places of the ring, as one put.
-__device__ inline SentRows send_piece(const InternodeDispatchParams &p, uint64_t epoch, int node, int channel,
-                                      SentRows from, uint32_t credit) {
+template <class Params>
+__device__ inline SentRows send_piece(const Params &p, uint64_t epoch, int node, int channel, SentRows from,
+                                      uint32_t credit) {
   const TeamView &team = p.d.session.team;
   const uint32_t slots = p.rings.slots, end = from.count + min(min(p.rings.piece(), slots - from.count % slots),
                                                                slots - (from.count - credit));
@@ -165,7 +171,7 @@ __device__ inline SentRows send_piece(const InternodeDispatchParams &p, uint64_t
   }
   if (now.count == from.count) return now;
   const InPhase phase(kPhasePut);
-  const uint32_t last_row = align_up(p.d.row_bytes + 4u * RowWords(p.d, p.internode.num_peers).end, 16u);
+  const uint32_t last_row = align_up(p.d.row_bytes + words_bytes(p), 16u);
   put_remote(p.internode, p.internode.partner(node), team.self + p.rings.in(p.internode.node, channel, from.count),
              team.self + p.rings.out(node, channel, from.count),
              static_cast<uint64_t>(now.count - from.count - 1) * p.rings.stride + last_row,
@@ -176,8 +182,8 @@ __device__ inline SentRows send_piece(const InternodeDispatchParams &p, uint64_t
 
 // To this node: rows for this rank to their places, rows for its other ranks into the ring. -1 instead of a token: a
 // row's number is out of range.
-__device__ inline SentRows send_near(const InternodeDispatchParams &p, uint64_t epoch, int channel, SentRows from,
-                                     uint32_t credit) {
+template <class Params>
+__device__ inline SentRows send_near(const Params &p, uint64_t epoch, int channel, SentRows from, uint32_t credit) {
   const TeamView &team = p.d.session.team;
   const int node = p.internode.node, step = static_cast<int>(p.rings.channels),
             expected = rows_between(p.d, team.rank, team.rank);
@@ -248,8 +254,8 @@ __device__ inline int node_of_stream(const InternodeDispatchParams &p, int strea
   return (p.internode.node + after) % p.internode.num_nodes;
 }
 
-__device__ inline Outcome serve_sender(const InternodeDispatchParams &p, uint64_t epoch, int stream,
-                                       BlockedStream &blocked) {
+template <class Params>
+__device__ inline Outcome serve_sender(const Params &p, uint64_t epoch, int stream, BlockedStream &blocked) {
   const int node = node_of_stream(p, stream), channel = stream % static_cast<int>(p.rings.channels);
   RowStream *state = p.lists.to_nodes + stream;
   if (state->closed != 0) return kDone;
@@ -343,8 +349,9 @@ __device__ inline void take_row(const InternodeDispatchParams &p, const uint8_t 
 
 // Copies those of rows [first, first + rows) of a ring that are for this rank to their places. Returns how many; -1: a
 // row's number is out of range.
-__device__ inline int take_rows(const InternodeDispatchParams &p, const uint8_t *block, int source, int channel,
-                                uint32_t first, uint32_t rows) {
+template <class Params>
+__device__ inline int take_rows(const Params &p, const uint8_t *block, int source, int channel, uint32_t first,
+                                uint32_t rows) {
   const TeamView &team = p.d.session.team;
   const int node = p.internode.node_of(source), expected = rows_between(p.d, source, team.rank);
   const int64_t before = rows_before(p.d.rank_prefix_matrix(), team.num_ranks, source, team.rank);
@@ -369,7 +376,8 @@ __device__ inline int take_rows(const InternodeDispatchParams &p, const uint8_t 
 }
 
 // A channel's rows for this node: those for this rank are stored, its other ranks read theirs.
-__device__ inline Outcome serve_near(const InternodeDispatchParams &p, uint64_t epoch, int channel, RowStream *state,
+template <class Params>
+__device__ inline Outcome serve_near(const Params &p, uint64_t epoch, int channel, RowStream *state,
                                      BlockedStream &blocked) {
   const TeamView &team = p.d.session.team;
   const int node = p.internode.node, expected = rows_between(p.d, team.rank, team.rank);
@@ -395,8 +403,8 @@ __device__ inline Outcome serve_near(const InternodeDispatchParams &p, uint64_t 
 }
 
 // Streams of one source come after those of another; the first are this rank's own.
-__device__ inline Outcome serve_reader(const InternodeDispatchParams &p, uint64_t epoch, int stream,
-                                       BlockedStream &blocked) {
+template <class Params>
+__device__ inline Outcome serve_reader(const Params &p, uint64_t epoch, int stream, BlockedStream &blocked) {
   const TeamView &team = p.d.session.team;
   const int channels = static_cast<int>(p.rings.channels), channel = stream % channels,
             source = (team.rank + stream / channels) % team.num_ranks, node = p.internode.node_of(source);

@@ -300,4 +300,13 @@ __device__ inline void receive_expanded(const DispatchParams &p, uint64_t epoch,
   }
 }
 
+// A failed dispatch leaves rows that name nothing.
+__device__ inline void clear_expanded_outputs(const DispatchParams &p) {
+  for (int64_t i = threadIdx.x; p.recv_topk_weights() != nullptr && i < p.num_expanded_tokens; i += blockDim.x)
+    p.recv_topk_weights()[i] = 0;
+  const int64_t words = static_cast<int64_t>(max(p.num_recv_tokens, 0)) * (p.num_topk + 2);
+  for (int64_t i = threadIdx.x; !p.cached() && p.recv_src_metadata != 0 && i < words; i += blockDim.x)
+    src_metadata(p, 0)[i] = -1;
+}
+
 }  // namespace deepep

@@ -117,15 +117,6 @@ __device__ inline void run_routed_roles(const DispatchParams &p, const DispatchS
   run_dispatch_roles<kBulk, true>(p, split, epoch, shared, staged, rows);
 }
 
-// A failed dispatch leaves rows that name nothing.
-__device__ inline void clear_expanded_outputs(const DispatchParams &p) {
-  for (int64_t i = threadIdx.x; p.recv_topk_weights() != nullptr && i < p.num_expanded_tokens; i += blockDim.x)
-    p.recv_topk_weights()[i] = 0;
-  const int64_t words = static_cast<int64_t>(max(p.num_recv_tokens, 0)) * (p.num_topk + 2);
-  for (int64_t i = threadIdx.x; !p.cached() && p.recv_src_metadata != 0 && i < words; i += blockDim.x)
-    src_metadata(p, 0)[i] = -1;
-}
-
 template <bool kBulk, bool kExpand, bool kShrinks>
 __device__ inline void dispatch_with_routing(const DispatchParams &p, uint8_t *shared) {
   const Session &s = p.session;

@@ -16,6 +16,7 @@ struct RoutedNotifyParams : NotifyParams {
 
   __device__ bool expanded() const { return routing == DK_ROUTING_EXPANDED; }
   __device__ int experts_each() const { return num_experts / session.team.num_ranks; }
+  __device__ int num_psums() const { return num_scaleup_ranks > 0 ? num_scaleup_ranks : session.team.num_ranks; }
   __device__ const void *topk_idx() const { return pointer<const void>(dk_notify_params::topk_idx); }
   __device__ int32_t *dst_slot() const { return pointer<int32_t>(dk_notify_params::dst_slot); }
   __device__ int32_t *psum_per_rank() const { return pointer<int32_t>(dk_notify_params::psum_per_rank); }
@@ -150,9 +151,10 @@ __device__ inline int64_t await_blocks(const RoutedNotifyParams &p, int64_t wron
   return wrong;
 }
 
-// Whole block: what the blocks before it have counted; block 0 sends the sums of all to every peer.
-template <bool kShrinks>
-__device__ inline void sum_blocks(const RoutedNotifyParams &p, const RoutingCounts &counts, uint64_t epoch) {
+// Whole block: what the blocks before it have counted; block 0 hands the sums of all to store(at, sum), `at` being the
+// word of the message.
+template <class Store>
+__device__ inline void sum_blocks(const RoutedNotifyParams &p, const RoutingCounts &counts, Store store) {
   const TeamView &team = p.session.team;
   for (int i = threadIdx.x; i < counts.stride; i += blockDim.x) {
     const bool is_expert = i < p.num_experts;
@@ -164,9 +166,7 @@ __device__ inline void sum_blocks(const RoutedNotifyParams &p, const RoutingCoun
       sum += count;
     }
     (is_expert ? counts.first[i] : counts.ranks[i - p.num_experts]) = before;
-    const int at = is_expert ? team.num_ranks + i : i - p.num_experts;
-    const int copy = kShrinks ? own_copy(team, epoch) : static_cast<int>(epoch % kHandshakeCopies);
-    for (int r = 0; blockIdx.x == 0 && r < team.num_ranks; ++r) team.counts(r, copy, team.rank)[at] = sum;
+    if (blockIdx.x == 0) store(is_expert ? team.num_ranks + i : i - p.num_experts, sum);
   }
 }
 
@@ -185,23 +185,31 @@ __device__ inline Handshake routed_notify_handshake(const RoutedNotifyParams &p,
   return hand;
 }
 
-// What rank i has counted.
+// Messages of ranks of one node.
 template <bool kShrinks>
-__device__ inline const uint32_t *counts_of(const TeamView &team, uint64_t epoch, int i) {
-  return team.counts(team.rank, copy_of<kShrinks>(team, epoch, i), i);
-}
+struct NodeMessages {
+  const TeamView &team;
+  uint64_t epoch;
+  __device__ const HandshakeMessage *handshake(int i) const {
+    return team.handshake(team.rank, copy_of<kShrinks>(team, epoch, i), i);
+  }
+  // What rank i has counted.
+  __device__ const uint32_t *counts(int i) const {
+    return team.counts(team.rank, copy_of<kShrinks>(team, epoch, i), i);
+  }
+};
 
 // A thread for each rank: its rows from each rank, and whether it has room for them. False: it does not. Every block
 // finds out; block 0 writes and reports it, here and below.
-template <bool kShrinks>
-__device__ inline bool sum_ranks(const RoutedNotifyParams &p, uint64_t epoch) {
+template <bool kShrinks, class Messages>
+__device__ inline bool sum_ranks(const RoutedNotifyParams &p, const Messages &messages) {
   const Session &s = p.session;
   const int num_ranks = s.team.num_ranks;
   const bool reports = blockIdx.x == 0;
   bool good = true;
   for (int j = threadIdx.x; j < num_ranks; j += blockDim.x) {
     const bool without = is_out<kShrinks>(s, j);
-    const HandshakeMessage *from = s.team.handshake(s.team.rank, copy_of<kShrinks>(s.team, epoch, j), j);
+    const HandshakeMessage *from = messages.handshake(j);
     if (!without && from->segment_offset != static_cast<uint64_t>(p.expert_alignment)) {
       if (reports)
         report_failure(s, DK_EMISMATCH, j, DK_FIELD_ALIGNMENT, p.expert_alignment,
@@ -210,9 +218,9 @@ __device__ inline bool sum_ranks(const RoutedNotifyParams &p, uint64_t epoch) {
     }
     int sum = 0;
     for (int i = 0; i < num_ranks; ++i) {
-      if (!without && !is_out<kShrinks>(s, i)) sum += static_cast<int>(counts_of<kShrinks>(s.team, epoch, i)[j]);
+      if (!without && !is_out<kShrinks>(s, i)) sum += static_cast<int>(messages.counts(i)[j]);
       if (reports) p.rank_prefix_matrix()[i * num_ranks + j] = sum;
-      if (reports && j == s.team.rank) p.psum_per_rank()[i] = sum;
+      if (reports && j == s.team.rank && i < p.num_psums()) p.psum_per_rank()[i] = sum;
     }
     if (reports && j == s.team.rank && p.counts() != nullptr) {
       p.counts()->num_recv_tokens = sum;
@@ -229,12 +237,13 @@ __device__ inline bool sum_ranks(const RoutedNotifyParams &p, uint64_t epoch) {
 constexpr int32_t kNoRow = INT32_MIN;
 
 // A warp for each rank: where its experts' rows begin, and this rank's rows among them. False: there is no room.
-template <bool kShrinks>
-__device__ inline bool place_experts(const RoutedNotifyParams &p, const RoutingCounts &counts, uint64_t epoch) {
+template <bool kShrinks, class Messages>
+__device__ inline bool place_experts(const RoutedNotifyParams &p, const RoutingCounts &counts,
+                                     const Messages &messages) {
   const Session &s = p.session;
   const int num_ranks = s.team.num_ranks, local = p.experts_each();
   bool good = true;
-  for (int r = warp_id(); r < num_ranks; r += kRoutedNotifyThreads / kWarp) {
+  for (int r = warp_id(); r < num_ranks; r += static_cast<int>(blockDim.x) / kWarp) {
     const bool without = is_out<kShrinks>(s, r);
     int64_t start = 0;  // rows of the experts before
     for (int base = 0; base < local; base += kWarp) {
@@ -257,7 +266,7 @@ __device__ inline bool place_experts(const RoutedNotifyParams &p, const RoutingC
       start += __shfl_sync(kAllLanes, sum, kWarp - 1);
     }
     if (without) continue;
-    const HandshakeMessage *from = s.team.handshake(s.team.rank, copy_of<kShrinks>(s.team, epoch, r), r);
+    const HandshakeMessage *from = messages.handshake(r);
     const int64_t limit = from->segment < 0 ? INT32_MAX : from->segment;
     if (!p.expanded() || start <= limit) continue;
     if (lane_id() == 0 && blockIdx.x == 0)
@@ -268,24 +277,24 @@ __device__ inline bool place_experts(const RoutedNotifyParams &p, const RoutingC
 }
 
 // Whole block, once all counts are here. False: the call moves no rows.
-template <bool kShrinks>
-__device__ inline bool sum_routing(const RoutedNotifyParams &p, const RoutingCounts &counts, uint64_t epoch) {
+template <bool kShrinks, class Messages>
+__device__ inline bool sum_routing(const RoutedNotifyParams &p, const RoutingCounts &counts, const Messages &messages) {
   const Session &s = p.session;
   const int num_ranks = s.team.num_ranks;
-  bool good = sum_ranks<kShrinks>(p, epoch);
+  bool good = sum_ranks<kShrinks>(p, messages);
   for (int r = threadIdx.x; kShrinks && r < num_ranks; r += blockDim.x)
     if (is_without(s, r)) counts.ranks[r] = kNoRow;
   for (int e = threadIdx.x; e < p.num_experts; e += blockDim.x) {
     int sum = 0, before = 0;
     for (int i = 0; i < num_ranks; ++i) {
       if (i == s.team.rank) before = sum;
-      if (!is_out<kShrinks>(s, i)) sum += static_cast<int>(counts_of<kShrinks>(s.team, epoch, i)[num_ranks + e]);
+      if (!is_out<kShrinks>(s, i)) sum += static_cast<int>(messages.counts(i)[num_ranks + e]);
     }
     counts.first[e] += before;
     counts.total[e] = sum;
   }
   __syncthreads();
-  good &= place_experts<kShrinks>(p, counts, epoch);
+  good &= place_experts<kShrinks>(p, counts, messages);
   return __syncthreads_or(!good) == 0;
 }
 
@@ -317,11 +326,11 @@ __device__ inline void place_choices(const RoutedNotifyParams &p, const RoutingC
 
 // By the last block.
 __device__ inline void end_routed_notify(const RoutedNotifyParams &p, bool failed) {
-  const int num_ranks = p.session.team.num_ranks, local = p.experts_each();
+  const int local = p.experts_each();
   const int64_t choices = static_cast<int64_t>(p.num_tokens) * p.num_topk;
   if (threadIdx.x == 0) p.session.team.scratch->routed_blocks = 0;
   for (int64_t i = threadIdx.x; failed && i < choices; i += blockDim.x) p.dst_slot()[i] = -1;
-  for (int i = threadIdx.x; failed && i < num_ranks; i += blockDim.x) p.psum_per_rank()[i] = 0;
+  for (int i = threadIdx.x; failed && i < p.num_psums(); i += blockDim.x) p.psum_per_rank()[i] = 0;
   for (int i = threadIdx.x; i < local; i += blockDim.x) {
     if (failed) p.psum_per_expert()[i] = p.num_per_expert()[i] = 0;
     if (!failed && p.cumulative_stats() != nullptr) p.cumulative_stats()[i] += p.num_per_expert()[i];
@@ -345,13 +354,17 @@ __global__ void __launch_bounds__(kRoutedNotifyThreads) notify_routed(const __gr
     count_choices(p, counts, wrong);
     wrong = await_blocks(p, wrong);
     const Handshake hand = routed_notify_handshake(p, epoch, wrong);
-    sum_blocks<kShrinks>(p, counts, epoch);
+    const int copy = kShrinks ? own_copy(s.team, epoch) : static_cast<int>(epoch % kHandshakeCopies);
+    sum_blocks(p, counts, [&](int at, int sum) {
+      for (int r = 0; r < s.team.num_ranks; ++r) s.team.counts(r, copy, s.team.rank)[at] = sum;
+    });
     if (blockIdx.x == 0) {
       __syncthreads();  // the release of each message below covers what the block has stored
       post_to_peers<kShrinks>(s, hand);
       publish_newest_by_last_warp(s.team);
     }
-    if (await_peers<kShrinks>(s, hand, epoch) && sum_routing<kShrinks>(p, counts, epoch)) {
+    if (await_peers<kShrinks>(s, hand, epoch) &&
+        sum_routing<kShrinks>(p, counts, NodeMessages<kShrinks>{s.team, epoch})) {
       if (blockIdx.x == 0) announce_counts(p);
       place_choices<kShrinks>(p, counts);
     }

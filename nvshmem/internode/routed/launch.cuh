@@ -1,0 +1,83 @@
+// launch.cuh - libdeepep_nvshmem.so: launches of calls with a routing across nodes. Part of normal.cu: what its kernels
+// call is compiled for their registers.
+#pragma once
+#include "cuda/launch/internode.h"
+#include "internode/routed/combine.cuh"
+#include "internode/routed/dispatch.cuh"
+#include "internode/routed/notify.cuh"
+
+namespace deepep::internode {
+
+constexpr uint32_t kCountsShared = 40 * 1024;  // of notify's counters: what a kernel gets without opting in
+
+inline cudaError_t load_routed_kernels() {
+  cudaFuncAttributes attributes{};
+  cudaError_t error = cudaFuncGetAttributes(&attributes, deep_ep::internode::notify_routed);
+  if (error == cudaSuccess) error = cudaFuncGetAttributes(&attributes, deep_ep::internode::dispatch_routed<false>);
+  if (error == cudaSuccess) error = cudaFuncGetAttributes(&attributes, deep_ep::internode::dispatch_routed<true>);
+  if (error == cudaSuccess) error = cudaFuncGetAttributes(&attributes, deep_ep::internode::combine_routed<false>);
+  if (error == cudaSuccess) error = cudaFuncGetAttributes(&attributes, deep_ep::internode::combine_routed<true>);
+  return error;
+}
+
+template <bool kExpand>
+int32_t launch_dispatch(dk_dispatch_params *p, const DispatchParams &d, int blocks) {
+  const Team *team = handle_of<Team>(p->team);
+  RoutedDispatchParams<kExpand> params{{d, team->internode->view, {}, {}, nullptr}};
+  params.state = static_cast<NormalState *>(team->internode->state);
+  params.d.meta = meta_shape(d);
+  params.rings = row_rings(team->view, params.internode, d.row_bytes + words_bytes(params), false);
+  if (params.rings.slots == 0) return DK_EUNSUPPORTED;  // rdma region under min_rdma_bytes
+  params.lists = stream_lists(params.state, params.internode);
+  const OnDevice on(team->device);
+  deep_ep::internode::dispatch_routed<kExpand><<<blocks, DispatchRoles::kThreads, 0, stream_of(p->stream)>>>(params);
+  return launched(p);
+}
+
+template <bool kExpand>
+int32_t launch_combine(dk_combine_params *p, const CombineParams &c, int blocks) {
+  const Team *team = handle_of<Team>(p->team);
+  RoutedCombineParams params{{c, team->internode->view, {}, {}}, 0, 0};
+  params.header_bytes = record_header_bytes(c, params.internode.num_peers);
+  params.most_records = most_records(c, params.internode.num_peers);
+  params.rings = record_rings(team->view, params.internode, params.header_bytes + c.slot_bytes,
+                              static_cast<uint32_t>(params.most_records));
+  if (params.rings.slots == 0) return DK_EUNSUPPORTED;  // a region has no room for a token's records
+  params.lists = stream_lists(static_cast<NormalState *>(team->internode->state), params.internode);
+  const OnDevice on(team->device);
+  deep_ep::internode::combine_routed<kExpand><<<blocks, CombineRoles::kThreads, 0, stream_of(p->stream)>>>(params);
+  return launched(p);
+}
+
+}  // namespace deepep::internode
+
+namespace deepep {
+
+int32_t internode_routed_notify(dk_notify_params *p, const NotifyParams &n) {
+  const Team *team = handle_of<Team>(p->team);
+  internode::RoutedNodesNotifyParams params{{n}, team->internode->view};
+  const uint32_t experts = n.num_experts, num_ranks = team->view.num_ranks;
+  params.n.warps = kNotifyThreads / kWarp;
+  while (params.n.warps > 1 && routing_counts_bytes(experts, num_ranks, params.n.warps) > internode::kCountsShared)
+    --params.n.warps;
+  const int blocks =
+      min(min(max(1, ceil_div(n.num_tokens, kRoutedNotifyTokens)), kRoutedBlocks), team->device->num_sms);
+  params.n.share = ceil_div(n.num_tokens, blocks);
+  const uint32_t shared = routing_counts_bytes(experts, num_ranks, params.n.warps);
+  const OnDevice on(team->device);
+  deep_ep::internode::notify_routed<<<blocks, kNotifyThreads, shared, stream_of(p->stream)>>>(params);
+  return launched(p);
+}
+
+inline int32_t launch_routed_dispatch(dk_dispatch_params *p, const DispatchParams &d, int blocks) {
+  return p->routing == DK_ROUTING_EXPANDED ? internode::launch_dispatch<true>(p, d, blocks)
+                                           : internode::launch_dispatch<false>(p, d, blocks);
+}
+
+inline int32_t launch_routed_combine(dk_combine_params *p, const CombineParams &c, int blocks) {
+  if (p->num_recv_tokens > 0 && (p->recv_src_metadata == 0 || p->num_max_tokens <= 0)) return DK_EINVAL;
+  return p->routing == DK_ROUTING_EXPANDED ? internode::launch_combine<true>(p, c, blocks)
+                                           : internode::launch_combine<false>(p, c, blocks);
+}
+
+}  // namespace deepep
