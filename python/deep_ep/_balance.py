@@ -10,7 +10,7 @@ from . import _abi, _torch
 from ._core import Core
 from ._elastic import ElasticMode, Event, Order
 from ._torch import FLOAT32, INT32, UINT8, Tensor
-from .errors import assertion, check_int, value_error
+from .errors import assertion, check_int, type_error, value_error
 from .utils import EventHandle, EventOverlap
 
 UNIT = 2 << 20  # bytes on which allocations begin
@@ -100,21 +100,29 @@ class Balancing:
     ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
         """What only Python sees: types, devices, shapes against each other."""
         core = self._core
-        first = [copies] if isinstance(copies, Tensor) else list(copies)
-        second = [own] if isinstance(own, Tensor) else list(own)
+        first, second = _several("redundant_expert", copies), _several("expert", own)
         equal = len(first) == len(second) and 1 <= len(first) <= MOST_TENSORS
         assertion(equal, f"got {len(first)} and {len(second)} tensors, allowed equally many, 1 to {MOST_TENSORS}")
         _torch.check("redundancy_mapping", mapping, core.device, (INT32,), (core.group_size, None))
-        slots, local = int(mapping.shape[1]), len(second[0])
+        slots, local = int(mapping.shape[1]), _torch.length(second[0])
         for number, (copy, one) in enumerate(zip(first, second, strict=True)):
             for name, tensor, count in (("redundant_expert", copy, slots), ("expert", one, local)):
-                kinds = (tensor.dtype,) if dtype is None else (dtype,)
-                shape = (count, *(None for _ in tensor.shape[1:]))
+                is_tensor = isinstance(tensor, Tensor)
+                kinds = (tensor.dtype,) if is_tensor and dtype is None else (dtype,)
+                shape = (count, *[None] * (tensor.dim() - 1 if is_tensor else 0))
                 _torch.check(f"{name}[{number}]", tensor, core.device, kinds, shape)
             sizes = [tensor[0].numel() * tensor.itemsize if len(tensor) else 0 for tensor in (copy, one)]
             if min(sizes) and sizes[0] != sizes[1]:
                 raise value_error(f"expert[{number}]", f"{sizes} bytes", "equally many of an expert and of a copy")
         return first, second
+
+
+def _several(name: str, value: Any) -> list[Any]:
+    """The tensors of an argument that is one, or several."""
+    try:
+        return [value] if isinstance(value, Tensor) else list(value)
+    except TypeError:
+        raise type_error(name, type(value).__name__, "a tensor, or a list of tensors") from None
 
 
 def sms(value: object) -> int:

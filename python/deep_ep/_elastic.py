@@ -14,7 +14,7 @@ from ._normal import NormalMode
 from ._normal_face import EXCHANGE
 from ._structs import Writer
 from ._torch import BF16, FLOAT32, INDEX_TYPES, INT32, OptionalTensor, Tensor
-from .errors import assertion, check_flag, type_error, value_error
+from .errors import assertion, check_flag, check_int, type_error, value_error
 from .utils import EventHandle, EventOverlap
 
 MAX_TOKENS = 1 << 24
@@ -35,6 +35,15 @@ TENSORS = (
     "channel_linked_list",
 )
 
+
+# Numbers of a handle that its calls pass on, and the least that each may be.
+_NUMBERS = (
+    ("num_experts", 0),
+    ("expert_alignment", 0),
+    ("num_max_tokens_per_rank", 0),
+    ("num_recv_tokens", 0),
+    ("num_expanded_tokens", 0),
+)
 
 _HANDLE = Writer(
     _abi.Handle,
@@ -465,15 +474,19 @@ class ElasticMode:
             raise type_error("handle", type(handle).__name__, "the EPHandle that dispatch returned")
         core = self._core
         ranks, device, ordinal = core.group_size, core.device, core.ordinal
+        for name, least in _NUMBERS:
+            check_int(f"handle.{name}", getattr(handle, name), least)
         local = handle.num_experts // ranks
         idx = handle.topk_idx
         if not (
-            isinstance(idx, Tensor) and idx.dtype in INDEX_TYPES and _torch.plain(idx, idx.dtype, ordinal, idx.shape)
+            type(idx) is Tensor
+            and idx.dtype in INDEX_TYPES
+            and idx.dim() == 2
+            and _torch.plain(idx, idx.dtype, ordinal, idx.shape)
         ):
             _torch.check("handle.topk_idx", idx, device, tuple(INDEX_TYPES), (None, None))
         num_tokens, num_topk = idx.shape
-        metadata = handle.recv_src_metadata
-        arrived = metadata.shape[0] if isinstance(metadata, Tensor) and metadata.dim() else 0
+        arrived = _torch.length(handle.recv_src_metadata)
         psum = handle.psum_num_recv_tokens_per_scaleup_rank  # of the mode of the buffer that made it
         num_psum = psum.numel() if isinstance(psum, Tensor) else 0
         if num_psum not in (ranks, ranks // core.num_nodes):

@@ -204,8 +204,8 @@ class ElasticFace:
             return None
         if expand is True or expand is False and not handle.do_expand:
             rows = handle.num_recv_tokens
-        elif expand is False and metadata.dim():
-            rows = metadata.shape[0]
+        elif expand is False:
+            rows = _torch.length(metadata)
         else:
             return None
         if type(rows) is not int or not 0 <= rows < 2**31:
@@ -274,7 +274,9 @@ class ElasticFace:
 
     def add_fresh(self, missing: Missing, inputs: Inputs, kind: Kind) -> None:
         """The first step of a dispatch, or both where outputs have room for any routing."""
-        if kind.worst:
+        if _torch.has_views(inputs[X]):
+            (self._worst if kind.worst else self._notify).add(missing.key, None)
+        elif kind.worst:
             self._add_worst(missing.key, inputs, kind, missing.recv_x)
         else:
             self._add_notify(missing.key, inputs, kind)
@@ -344,6 +346,9 @@ class ElasticFace:
         kind: Kind,
     ) -> None:
         """Results: what is received."""
+        if _torch.has_views(x):
+            self._again.add(missing.key, None)
+            return
         p = Program(self._core.device)
         rows, exchange, segment, offset, column = map(number, range(5))
         given, idx, first = 3, 4, 5

@@ -83,7 +83,8 @@ def load() -> Any:
             raise ImportError(f"{path} is of another version than libdeepep")
         functions, objects = _torch.c_abi()
         module.start(functions, objects)
-        _check(module)
+        with _torch.without_dispatch_modes():
+            _check(module)
     except (ImportError, OSError, AttributeError) as error:
         missing.append(str(error))
         return None
@@ -233,7 +234,7 @@ class Program:
 @functools.cache
 def _code(dtype: DType, device: _torch.Device) -> tuple[int, int, int]:
     """A dtype and a device as torch's C ABI numbers them."""
-    found: tuple[int, int, int] = load().properties(_torch.empty((1,), dtype, device))[0]
+    found: tuple[int, int, int] = load().properties(_torch.prototype((1,), dtype, device))[0]
     return found
 
 

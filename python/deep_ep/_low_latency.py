@@ -134,9 +134,9 @@ class LowLatencyMode:
         key = None
         try:
             key = (
-                type(x), x.shape, x.dtype, x.get_device(), x.is_contiguous(),
+                type(x), x.shape, x.dtype, x.get_device(), x.is_contiguous(), _torch.whole(x),
                 type(topk_idx), topk_idx.shape, topk_idx.dtype, topk_idx.get_device(), topk_idx.is_contiguous(),
-                bound, num_experts, use_fp8, round_scale, use_ue8m0,
+                _torch.whole(topk_idx), bound, num_experts, use_fp8, round_scale, use_ue8m0,
             )  # fmt: skip
             plan = self.plans.dispatches[key]
         except _NO_PLAN:
@@ -192,7 +192,7 @@ class LowLatencyMode:
             try:
                 tensors = [x, topk_idx] if scales is None else [x, topk_idx, scales]
                 kinds = [(type(t), t.shape, t.dtype, t.get_device(), t.is_contiguous()) for t in tensors]
-                key = (*kinds, bound, num_experts, fp4)
+                key = (*kinds, *map(_torch.whole, tensors), bound, num_experts, fp4)
                 plan = self.plans.dispatches[key]
             except _NO_PLAN:
                 plan = self.plans.add_fp4(key, x, scales, topk_idx, bound, num_experts, fp4)
@@ -289,6 +289,7 @@ class LowLatencyMode:
                 type(topk_weights), topk_weights.shape, topk_weights.dtype, topk_weights.get_device(),
                 topk_weights.is_contiguous(), type(rows), rows.shape, rows.dtype, rows.get_device(),
                 rows.is_contiguous(), type(handle), bound, hidden, num_experts, use_logfmt, zero_copy, unreduced,
+                _torch.whole(topk_idx), _torch.whole(topk_weights), _torch.whole(rows),
             )  # fmt: skip
             plan = self.plans.combines[key]
         except _NO_PLAN:

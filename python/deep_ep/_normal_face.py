@@ -262,7 +262,10 @@ class NormalFace:
 
     def add_fresh(self, missing: Missing, inputs: tuple[OptionalTensor, ...], alignment: int, worst: int) -> None:
         """The first step of a dispatch, or both of a worst case."""
-        if worst:
+        x = inputs[X]
+        if x is not None and _torch.has_views(x):
+            (self._worst if worst else self._notify).add(missing.key, None)
+        elif worst:
             self._add_worst(missing.key, inputs, missing.recv_x, alignment, worst)
         else:
             self._add_notify(missing.key, inputs, alignment)
@@ -325,6 +328,9 @@ class NormalFace:
 
     def add_cached(self, missing: Missing, x: Tensor, scales: OptionalTensor) -> None:
         """Results: recv_x if none was given, and its scales."""
+        if _torch.has_views(x):
+            self._cached.add(missing.key, None)
+            return
         p = Program(self._core.device)
         exchange, segment, offset, config = (number(i) for i in range(4))
         rows = size(4, 0)

@@ -34,6 +34,7 @@ ITEM_TYPES = {torch.bfloat16: _abi.BF16, torch.float8_e4m3fn: _abi.FP8_E4M3}
 _C_ABI = (
     *("aoti_torch_get_data_ptr", "aoti_torch_get_dim", "aoti_torch_get_sizes", "aoti_torch_get_strides"),
     *("aoti_torch_get_dtype", "aoti_torch_get_device_type", "aoti_torch_get_device_index"),
+    *("aoti_torch_get_storage_size", "aoti_torch_get_storage_offset", "aoti_torch_dtype_element_size"),
     *("aoti_torch_empty_strided", "aoti_torch__reinterpret_tensor", "aoti_torch_delete_tensor_object"),
 )
 _VIEWS = ("aoti_torch_cpu_view_dtype", "aoti_torch_cuda_view_dtype")  # a torch may lack these, and the next one
@@ -44,6 +45,9 @@ _current_raw_stream: Callable[[int], int] | None = getattr(torch._C, "_cuda_getC
 
 # A context without torch's modes (set_default_device is one): under a mode every method of a tensor runs Python code.
 without_modes: Callable[[], Any] = torch._C.DisableTorchFunction
+
+# A context without torch's dispatch modes (FakeTensorMode is one): tensors that are made in it have memory.
+without_dispatch_modes: Callable[[], Any] = torch._C._DisableTorchDispatch
 
 
 def c_abi() -> tuple[tuple[int, ...], tuple[Any, ...]]:
@@ -150,7 +154,17 @@ def copy(target: torch.Tensor, source: torch.Tensor) -> None:
 def items(rows: Tensor) -> tuple[int, int]:
     """The library's type of rows that dispatch moves as they are, and their length in that type: else bytes."""
     known, width = ITEM_TYPES.get(rows.dtype), int(rows.shape[1])
-    return (_abi.UINT8, width * rows.dtype.itemsize) if known is None else (known, width)
+    if known is not None:
+        return known, width
+    if rows.is_conj() or rows.is_quantized:  # what they mean is not in their bytes
+        kind = "a conjugate view" if rows.is_conj() else f"a quantized tensor ({rows.dtype})"
+        raise type_error("x", kind, "a tensor whose bytes are its values: resolve_conj() or int_repr() gives one")
+    return _abi.UINT8, width * rows.dtype.itemsize
+
+
+def has_views(rows: Tensor) -> bool:
+    """Whether tensors of this dtype may be views that do not mean what their bytes say, which torch's C ABI hides."""
+    return rows.dtype.is_complex
 
 
 def meta(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -236,8 +250,11 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Ten
 
 
 def prototype(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A tensor of one element in this shape, for `empty_like`: half as long as to name shape, dtype and device."""
-    with torch.inference_mode(False):
+    """A tensor of one element in this shape, for `empty_like`: half as long as to name shape, dtype and device.
+
+    It outlives the modes that its maker is in, and is an ordinary tensor whatever they are.
+    """
+    with torch.inference_mode(False), without_dispatch_modes():
         return torch.empty((1,), dtype=dtype, device=device).expand(tuple(shape))
 
 
@@ -258,21 +275,57 @@ def check(
     *,
     contiguous: bool = True,
 ) -> Tensor:
-    """`tensor` if it has this device, one of these dtypes and this shape (None: any length); else an error."""
-    if isinstance(tensor, Tensor) and tensor.dtype in dtypes and tensor.device == device:
-        got = tensor.shape
-        if len(got) == len(shape):
-            for have, want in zip(got, shape, strict=True):
-                if have != want and want is not None:
-                    break
-            else:
-                if not contiguous or tensor.is_contiguous():
-                    return tensor
-    raise _refusal(name, tensor, device, dtypes, shape)
+    """`tensor` if it has this device, one of these dtypes, this shape (None: any length) and memory; else an error."""
+    try:
+        if isinstance(tensor, Tensor) and tensor.dtype in dtypes and tensor.device == device:
+            got = tensor.shape
+            if len(got) == len(shape):
+                for have, want in zip(got, shape, strict=True):
+                    if have != want and want is not None:
+                        break
+                else:
+                    if (not contiguous or tensor.is_contiguous()) and whole(tensor):
+                        return tensor
+        error = _refusal(name, tensor, device, dtypes, shape, contiguous)
+    except RuntimeError as unknown:  # sparse, nested, of a transform: torch does not know its strides or its memory
+        text = f"a tensor whose elements are not plain memory ({str(unknown).splitlines()[0][:120]})"
+        error = type_error(name, text, "an ordinary tensor")
+    raise error
+
+
+def length(tensor: object) -> int:
+    """A tensor's first length; 0 for what has none, which `check` refuses."""
+    try:
+        return int(tensor.shape[0]) if isinstance(tensor, Tensor) and tensor.dim() else 0
+    except RuntimeError:  # as in check
+        return 0
+
+
+def whole(tensor: Tensor) -> bool:
+    """Whether a tensor's elements are in its memory: no caller has freed or cut that since, and the type has some."""
+    if not tensor.data_ptr():
+        return tensor.numel() == 0
+    if tensor.is_contiguous():
+        end = tensor.storage_offset() * tensor.itemsize + tensor.nbytes
+    else:
+        last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+        end = (tensor.storage_offset() + last + 1) * tensor.itemsize if tensor.numel() else 0
+    return end <= tensor.untyped_storage().nbytes()
+
+
+def _without_memory(name: str, tensor: Tensor) -> Exception:
+    held = tensor.untyped_storage().nbytes() if tensor.data_ptr() else 0
+    given = f"shape {list(tensor.shape)} in {held} bytes of memory"
+    return value_error(name, given, f"a tensor that has its {tensor.numel() * tensor.itemsize} bytes")
 
 
 def _refusal(
-    name: str, tensor: object, device: torch.device, dtypes: tuple[torch.dtype, ...], shape: tuple[int | None, ...]
+    name: str,
+    tensor: object,
+    device: torch.device,
+    dtypes: tuple[torch.dtype, ...],
+    shape: tuple[int | None, ...],
+    contiguous: bool,
 ) -> Exception:
     """The error for the first thing that is wrong with an argument."""
     if not isinstance(tensor, Tensor):
@@ -285,7 +338,9 @@ def _refusal(
     if len(got) != len(shape) or any(want is not None and have != want for have, want in zip(got, shape, strict=True)):
         wanted = ", ".join("any" if n is None else str(n) for n in shape)
         return value_error(name, f"shape {got}", f"[{wanted}]")
-    return value_error(name, f"strides {list(tensor.stride())} for shape {got}", "a contiguous tensor")
+    if contiguous and not tensor.is_contiguous():
+        return value_error(name, f"strides {list(tensor.stride())} for shape {got}", "a contiguous tensor")
+    return _without_memory(name, tensor)
 
 
 def check_indices(name: str, tensor: Tensor, num_experts: int) -> None:
@@ -299,17 +354,21 @@ def check_indices(name: str, tensor: Tensor, num_experts: int) -> None:
 
 
 def plain(tensor: object, dtype: torch.dtype, ordinal: int, shape: tuple[int, ...]) -> TypeGuard[Tensor]:
-    """True for a contiguous tensor of this dtype and shape on GPU `ordinal` (-1: on the CPU).
+    """True for a contiguous tensor of this dtype and shape on GPU `ordinal` (-1: on the CPU), which has its memory.
 
     For hot paths. If False, `check` raises the error, or accepts another dtype.
     """
-    return (
-        type(tensor) is Tensor
-        and tensor.dtype is dtype
-        and tensor.shape == shape
-        and tensor.is_contiguous()
-        and tensor.get_device() == ordinal
-    )
+    try:
+        return (
+            type(tensor) is Tensor
+            and tensor.dtype is dtype
+            and tensor.shape == shape
+            and tensor.is_contiguous()
+            and tensor.get_device() == ordinal
+            and whole(tensor)
+        )
+    except RuntimeError:  # as in check
+        return False
 
 
 def address(tensor: Tensor | None) -> int | None:

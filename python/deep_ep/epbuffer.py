@@ -141,18 +141,19 @@ class EPBuffer(ElasticBuffer):
                 async_with_compute_stream, allocate_on_comm_stream, handle, False, do_cpu_sync, do_expand,
                 do_zero_padding, use_tma_aligned_col_major_sf,
             )  # fmt: skip
-        sending, known = self._prepare(
-            x, topk_idx, topk_weights, cumulative_local_expert_recv_stats, num_experts, num_max_tokens_per_rank,
-            expert_alignment, num_sms, num_qps, previous_event, async_with_compute_stream, allocate_on_comm_stream,
-            handle, False, do_cpu_sync, do_expand, do_zero_padding, use_tma_aligned_col_major_sf,
-        )  # fmt: skip
-        if handle is not None:
-            result = self._mode.resend(sending, handle)
-        elif defer and not sending.worst:
-            made = self._mode.begin(sending, known)
-            return self._defer("dispatch", EventOverlap(EventHandle()), lambda: self._finish(sending, made))
-        else:
-            result = self._mode.send(sending, known)
+        with _torch.without_modes():
+            sending, known = self._prepare(
+                x, topk_idx, topk_weights, cumulative_local_expert_recv_stats, num_experts, num_max_tokens_per_rank,
+                expert_alignment, num_sms, num_qps, previous_event, async_with_compute_stream, allocate_on_comm_stream,
+                handle, False, do_cpu_sync, do_expand, do_zero_padding, use_tma_aligned_col_major_sf,
+            )  # fmt: skip
+            if handle is not None:
+                result = self._mode.resend(sending, handle)
+            elif defer and not sending.worst:
+                made = self._mode.begin(sending, known)
+                return self._defer("dispatch", EventOverlap(EventHandle()), lambda: self._finish(sending, made))
+            else:
+                result = self._mode.send(sending, known)
         return self._defer("dispatch", result[4], lambda: self._given(result[:4])) if defer else result
 
     @native
@@ -190,10 +191,11 @@ class EPBuffer(ElasticBuffer):
                 self, x, handle, topk_weights, bias, num_sms, num_qps, previous_event, None, async_with_compute_stream,
                 allocate_on_comm_stream,
             )  # fmt: skip
-        result = self._combine(
-            x, handle, topk_weights, bias, num_sms, num_qps, previous_event, None, async_with_compute_stream,
-            allocate_on_comm_stream,
-        )  # fmt: skip
+        with _torch.without_modes():
+            result = self._combine(
+                x, handle, topk_weights, bias, num_sms, num_qps, previous_event, None, async_with_compute_stream,
+                allocate_on_comm_stream,
+            )  # fmt: skip
         return self._defer("combine", result[2], lambda: self._given(result[:2])) if defer else result
 
     def lb_get_theoretical_num_sms(self) -> int:
@@ -230,9 +232,10 @@ class EPBuffer(ElasticBuffer):
                 argument.
         """
         self._enter()
-        return self._balancing.move(
-            redundant_expert_weights, expert_weights, redundancy_mapping, False, _even(num_sms), previous_event
-        )
+        with _torch.without_modes():
+            return self._balancing.move(
+                redundant_expert_weights, expert_weights, redundancy_mapping, False, _even(num_sms), previous_event
+            )
 
     @opaque
     def lb_reduce_grads(
@@ -260,9 +263,10 @@ class EPBuffer(ElasticBuffer):
             DeepEPError: as lb_prefetch_weights.
         """
         self._enter()
-        return self._balancing.move(
-            redundant_expert_grads, expert_grads, redundancy_mapping, True, _even(num_sms), previous_event
-        )
+        with _torch.without_modes():
+            return self._balancing.move(
+                redundant_expert_grads, expert_grads, redundancy_mapping, True, _even(num_sms), previous_event
+            )
 
     def _defer(self, what: str, event: EventOverlap, rest: Callable[[], Any]) -> EventOverlap:
         """The event of a call whose results its first wait gives; until then the buffer takes no other."""
@@ -281,7 +285,8 @@ class EPBuffer(ElasticBuffer):
     def _finish(self, sending: Sending, handle: EPHandle) -> tuple[Any, ...]:
         if not sending.order.on_comm:  # outputs are allocated on the stream that waits, so that one is waited for
             sending.order.stream = self._core.current_stream()
-        result = self._mode.finish(sending, handle)
+        with _torch.without_modes():
+            result = self._mode.finish(sending, handle)
         result[4].current_stream_wait()
         return self._given(result[:4])
 

@@ -33,6 +33,9 @@ static struct {
   int32_t (*get_dtype)(Tensor, int32_t *);
   int32_t (*get_device_type)(Tensor, int32_t *);
   int32_t (*get_device_index)(Tensor, int32_t *);
+  int32_t (*get_storage_size)(Tensor, int64_t *);
+  int32_t (*get_storage_offset)(Tensor, int64_t *);
+  size_t (*dtype_element_size)(int32_t);
   int32_t (*empty_strided)(int64_t, const int64_t *, const int64_t *, int32_t, int32_t, int32_t, Tensor *);
   int32_t (*reinterpret)(Tensor, int64_t, const int64_t *, const int64_t *, int64_t, Tensor *);
   int32_t (*delete_tensor_object)(Tensor);
@@ -82,6 +85,17 @@ static int is_contiguous(const Seen *t) {
     expected *= t->sizes[i];
   }
   return 1;
+}
+
+/* 1: every element lies in the tensor's storage, which a caller may have made smaller or freed since. */
+static int is_whole(Seen *t, int32_t dtype) {
+  int64_t bytes, last, i;
+  if (torch.get_storage_size(&t->impl, &bytes) || torch.get_storage_offset(&t->impl, &last)) return 0;
+  for (i = 0; i < t->num_dims; i++) {
+    if (t->sizes[i] == 0) return 1;
+    last += (t->sizes[i] - 1) * t->strides[i];
+  }
+  return t->address != NULL && last < bytes / (int64_t)torch.dtype_element_size(dtype);
 }
 
 /* torch's function that makes an object of a handle is said to take the handle over, and in some versions only copies
@@ -188,7 +202,7 @@ static int describe(const Site *site, Given *given, Writer *key) {
     }
     if (!look(given->objects[i], t)) return 0;
     if (torch.get_dtype(&t->impl, &dtype) || torch.get_device_type(&t->impl, &type) ||
-        torch.get_device_index(&t->impl, &index))
+        torch.get_device_index(&t->impl, &index) || !is_whole(t, dtype))
       return 0;
     put(key, t->num_dims);
     put(key, dtype);

@@ -569,7 +569,7 @@ def test_functions_of_torch_are_what_the_module_takes_them_for(tmp_path):
     root = Path(__file__).parents[2]
     text = (root / "python" / "face" / "face.c").read_text()
     body = text[text.index("static struct {\n") : text.index("} torch;")]
-    fields = re.findall(r"int32_t \(\*(\w+)\)\(([^;]*)\);", body)
+    fields = re.findall(r"(\w+) \(\*\w+\)\(([^;]*)\);", body)
     from deep_ep import _torch
 
     names = (*_torch._C_ABI, *_torch._VIEWS)
@@ -579,8 +579,8 @@ def test_functions_of_torch_are_what_the_module_takes_them_for(tmp_path):
     lines = [*(f"#include <{header}>" for header in headers), "using Tensor = AtenTensorHandle;"]
     lines.append("namespace at { class TensorBase; }")
     lines.append("PyObject *THPVariable_Wrap(const at::TensorBase &);")
-    for (_, arguments), name in zip(fields, names, strict=True):
-        lines.append(f'static_assert(std::is_same<decltype(&{name}), AOTITorchError (*)({arguments})>::value, "");')
+    for (result, arguments), name in zip(fields, names, strict=True):
+        lines.append(f'static_assert(std::is_same<decltype(&{name}), {result} (*)({arguments})>::value, "");')
     (tmp_path / "check.cpp").write_text("#include <Python.h>\n#include <type_traits>\n" + "\n".join(lines) + "\n")
     include = Path(torch.__file__).parent / "include"
     command = ["g++", "-std=c++17", "-fsyntax-only", f"-I{include}", f"-I{sysconfig.get_paths()['include']}"]
