@@ -369,6 +369,7 @@ func (b *Buffer) move(ctx context.Context, g *Group, r *regrouping) error {
 	g.publish(b, made)
 	b.group.Store(g)
 	old.Succeeded(made)
+	g.link.channel.Succeeded()
 	made.ReadStates()
 	err = old.Destroy()
 	status.Keep(&err, r.g.forget(b))

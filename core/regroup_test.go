@@ -10,7 +10,9 @@ import (
 	"syscall"
 	"testing"
 	"time"
+	"weak"
 
+	"github.com/deepep-go/deepep/internal/engine"
 	"github.com/deepep-go/deepep/internal/status"
 	"github.com/deepep-go/deepep/internal/testutil/proctest"
 )
@@ -270,10 +272,15 @@ func TestRegroupsLeakNothing(t *testing.T) {
 		return strings.Count(string(b), "deepep")
 	}
 	var before, after [3]int
+	var groups []weak.Pointer[Group]
+	var buffers []weak.Pointer[engine.Buffer]
 	onRanks(t, 2, roomFor(t, 2, 8, 256, 4), func(m *member) {
-		c := lowLatencyShape{2, 8, 8, 256, 3, 4}
+		c, first := lowLatencyShape{2, 8, 8, 256, 3, 4}, m.rank == 0
 		regroup := func(rounds int) {
 			for range rounds {
+				if first {
+					groups, buffers = append(groups, weak.Make(m.Group())), append(buffers, weak.Make(m.live()))
+				}
 				m.must(m.Regroup(context.Background(), RegroupOptions{Members: []int{1, 0}, Renumber: true}))
 				m.rank = m.Group().Rank()
 				m.check(m.Info().Rank == m.rank, "rank %d", m.Info().Rank)
@@ -291,6 +298,25 @@ func TestRegroupsLeakNothing(t *testing.T) {
 		measure(&before)
 		regroup(40)
 		measure(&after)
+		if !first {
+			m.must(m.Barrier(&Call{}))
+			return
+		}
+		kept := func() (n int) {
+			runtime.GC()
+			for i := range groups {
+				if groups[i].Value() != nil || buffers[i].Value() != nil {
+					n++
+				}
+			}
+			return n
+		}
+		left := kept()
+		for limit := time.Now().Add(5 * time.Second); left > 4 && time.Now().Before(limit); left = kept() {
+			time.Sleep(10 * time.Millisecond)
+		}
+		m.check(left <= 4, "%d of %d groups of before, or their buffers, are still in memory", left, len(groups))
+		m.must(m.Barrier(&Call{}))
 	})
 	for i, what := range []string{"descriptors", "mappings", "goroutines"} {
 		if after[i] > before[i]+4 {

@@ -236,3 +236,10 @@ type Elder func(rank int) (awaited int, waits bool)
 
 // Follows tells a channel that is being opened of the one that it follows. Before Connect.
 func (p *Pending) Follows(elder Elder) { p.elder = elder }
+
+// Succeeded ends what Follows began: no rank waits in the elder channel any more, whose memory this one then lets go of.
+func (c *Channel) Succeeded() {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.elder = nil
+}

@@ -98,6 +98,7 @@ func (b *Buffer) Succeeded(by *Buffer) {
 	}
 	b.heirlooms = nil
 	b.successor.Store(by)
+	by.opt.Succession = Succession{} // each would keep all before it
 }
 
 // absent reports whether a rank is a place without a process. The group is joined.
