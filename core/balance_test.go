@@ -2,6 +2,8 @@ package core
 
 import (
 	"fmt"
+	"slices"
+	"strings"
 	"testing"
 
 	"github.com/deepep-go/deepep/internal/status"
@@ -37,6 +39,10 @@ func (m *member) balance() {
 	a.WorkspaceBytes--
 	m.check(status.CodeOf(m.PrefetchWeights(&a, &Call{})) == status.InvalidArgument, "a workspace that is too small")
 	a.WorkspaceBytes++
+	a.Copies[0] = address(m, experts[words:])
+	err := m.PrefetchWeights(&a, &Call{})
+	m.check(status.CodeOf(err) == status.InvalidArgument && strings.Contains(err.Error(), "memory of experts[0]"), "copies that lie in the experts: %v", err)
+	a.Copies[0] = address(m, copies)
 	m.must(m.PrefetchWeights(&a, &Call{}))
 	for i, got := range copies {
 		want := float32(0)
@@ -64,8 +70,22 @@ func (m *member) balance() {
 		mapping[0] = (mapping[0]+2)%int32(local+1) - 1
 	}
 	a.ExpertBytes[1], a.Copies[1], a.Experts[1] = a.ExpertBytes[0], a.Copies[0], a.Experts[0]
-	err := m.ReduceGrads(&a, &Call{})
+	err = m.ReduceGrads(&a, &Call{})
 	m.check(status.CodeOf(err) == status.InvalidArgument, "another mapping on rank 1: %v", err)
+	m.must(m.Barrier(&Call{}))
+	m.must(m.Check())
+	// Their numbers are compared, also one that no rank needs to move the rows.
+	a.NumTensors = 1
+	if m.rank == 1 {
+		a.NumLocalExperts++
+		experts = append(experts, make([]float32, words)...)
+		a.Experts[0] = address(m, experts)
+	}
+	clear(mapping)
+	before := slices.Clone(experts)
+	err = m.ReduceGrads(&a, &Call{})
+	m.check(status.CodeOf(err) == status.Mismatch && strings.Contains(err.Error(), "num_local_experts"), "other experts on rank 1: %v", err)
+	m.check(slices.Equal(experts, before), "a refused call has added")
 	m.must(m.Barrier(&Call{}))
 	m.must(m.Check())
 }

@@ -1,7 +1,9 @@
 package engine
 
 import (
+	"encoding/binary"
 	"fmt"
+	"hash/fnv"
 
 	"github.com/deepep-go/deepep/core/op"
 	"github.com/deepep-go/deepep/internal/abi"
@@ -77,10 +79,22 @@ func checkBalance(a *op.BalanceArgs, needs uint64) error {
 			return err
 		}
 	}
+	for i, one := range a.Copies[:a.NumTensors] {
+		for j, other := range a.Experts[:a.NumTensors] {
+			if overlap(one, uint64(a.NumSlots)*a.ExpertBytes[i], other, uint64(a.NumLocalExperts)*a.ExpertBytes[j]) {
+				return status.InvalidArg(fmt.Sprintf("copies[%d]", i), fmt.Sprintf("memory of experts[%d]", j), "tensors apart: one of the two is written while the other is read")
+			}
+		}
+	}
 	if a.WorkspaceBytes < needs {
 		return status.InvalidArg("workspace_bytes", a.WorkspaceBytes, fmt.Sprintf("at least %d", needs))
 	}
 	return nil
+}
+
+// overlap reports whether two tensors have a byte in common.
+func overlap[P ~uintptr](one P, bytes uint64, other P, others uint64) bool {
+	return uint64(one) < uint64(other)+others && uint64(other) < uint64(one)+bytes
 }
 
 func (b *Buffer) balance(a *op.BalanceArgs, c *Call, reduce bool) error {
@@ -104,7 +118,7 @@ func (b *Buffer) balance(a *op.BalanceArgs, c *Call, reduce bool) error {
 	if err != nil {
 		return err
 	}
-	w := balancing{b: b, a: a, reduce: reduce, stream: stream, config: &config, first: b.calls[abi.OpDispatch] + 1}
+	w := balancing{b: b, a: a, reduce: reduce, stream: stream, config: &config, numbers: numbersOf(a, reduce), first: b.calls[abi.OpDispatch] + 1}
 	for i := range tensors {
 		if err = w.move(i, &tensors[i]); err != nil {
 			break
@@ -117,12 +131,13 @@ func (b *Buffer) balance(a *op.BalanceArgs, c *Call, reduce bool) error {
 
 // balancing is one call, with b.mu held.
 type balancing struct {
-	b      *Buffer
-	a      *op.BalanceArgs
-	reduce bool
-	stream device.Stream
-	config *plan.Config
-	first  uint64 // number of its first dispatch
+	b       *Buffer
+	a       *op.BalanceArgs
+	reduce  bool
+	stream  device.Stream
+	config  *plan.Config
+	numbers uint64 // see numbersOf
+	first   uint64 // number of its first dispatch
 }
 
 // move launches a tensor's dispatches, and the sums.
@@ -168,6 +183,28 @@ func (w *balancing) enqueue() error {
 	return kern.Error("dk_balance", w.b.opt.Library.Balance(p), p.DeviceError)
 }
 
+// What balancing has in place of an exchange of counts: a number that no notify has.
+const (
+	balanceBits = 24
+	balanceMark = uint64(1)<<exchangeBits - 1<<balanceBits
+)
+
+// numbersOf is a number that ranks have alike if the numbers of their calls are: kernels compare it as they compare the
+// exchanges of handles.
+func numbersOf(a *op.BalanceArgs, reduce bool) uint64 {
+	h := fnv.New32a()
+	numbers := []int64{int64(a.NumTensors), int64(a.NumSlots), int64(a.NumLocalExperts)}
+	_ = binary.Write(h, binary.LittleEndian, reduce)
+	_ = binary.Write(h, binary.LittleEndian, numbers)
+	_ = binary.Write(h, binary.LittleEndian, a.ExpertBytes[:a.NumTensors])
+	return balanceMark | uint64(h.Sum32())&(1<<balanceBits-1)
+}
+
+// isBalance reports whether an exchange, or its lower half, is one of numbersOf.
+func isBalance(exchange int64) bool {
+	return uint64(exchange)&(1<<exchangeBits-1)>>balanceBits == balanceMark>>balanceBits
+}
+
 // dispatch moves the rows of the part that params.balance has.
 func (w *balancing) dispatch(number int, d *plan.BalanceTensor) error {
 	b, part, p := w.b, &w.b.params.balance, &w.b.params.dispatch
@@ -188,6 +225,7 @@ func (w *balancing) dispatch(number int, d *plan.BalanceTensor) error {
 		p.NumTopK, p.NumExperts, p.NumExpandedTokens = ranks*part.Count, ranks*part.Count, w.a.NumSlots*d.NumRows
 	}
 	p.RecvScaleStride, p.RecvScaleTokenStride = 1, 0
+	p.Exchange = w.numbers
 	b.calls[abi.OpDispatch]++
 	call := b.calls[abi.OpDispatch]
 	b.header(&p.OpHeader, abi.OpDispatch, abi.PhaseBoth, w.stream, call)

@@ -84,6 +84,10 @@ func (b *Buffer) forget(own callID) {
 // explainRefusal names the rank whose argument is wrong, the argument, what it is and what is allowed.
 func (b *Buffer) explainRefusal(f *abi.Failure) error {
 	head := fmt.Sprintf("%s #%d%s on rank %d", op.Operation(f.Op), f.Call, phaseText(f.Op, f.Phase), b.rank)
+	if f.Field == abi.FieldExchange && (isBalance(f.Expected) || isBalance(f.Seen)) {
+		return status.Errorf(status.Mismatch, "%s: ranks disagree on copies of experts: rank %d has other numbers (num_tensors, num_slots, "+
+			"num_local_experts, expert_bytes, or the call itself); no rank moved a row", head, f.Peer)
+	}
 	if f.Field == abi.FieldExchange {
 		return status.Errorf(status.Mismatch, "%s: ranks disagree on the handle: one has that of dispatch #%d, rank %d that of dispatch #%d; no rank moved a row",
 			head, f.Expected&(1<<exchangeBits-1), f.Peer, f.Seen&(1<<exchangeBits-1))
