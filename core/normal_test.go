@@ -219,6 +219,13 @@ func worstCase(m *member) {
 	m.must(err)
 	_, err = m.WaitCounts(token, -1, nil)
 	m.check(status.CodeOf(err) == status.InvalidArgument, "waiting for counts that are never written: %v", err)
+	for range 40 { // by other threads; their exchanges end, and take no place from this one
+		other := newFixed(m, 6, 2, 2*m.size, 32)
+		other.layout(m)
+		one, err := other.notify(m, 0)
+		m.must(err)
+		m.must(m.CancelDispatch(one, status.Errorf(status.Aborted, "not wanted"), &Call{}))
+	}
 	scales := make([]float32, 2*f.tokens)
 	f.source = make([]int32, worst)
 	f.handle.RecvSrcIdx = address(m, f.source)

@@ -1,6 +1,7 @@
 package engine
 
 import (
+	"fmt"
 	"time"
 	"unsafe"
 
@@ -90,10 +91,15 @@ func (b *Buffer) checkNotify(a *op.NotifyArgs) error {
 		given{"handle.send_head", a.Handle.SendHead, a.NumTokens > 0, 4})
 }
 
-// reservePending takes the slot of the oldest exchange, which counts as given up: callers have far fewer than sixteen
-// in flight. b.mu is held.
+// reservePending takes a free slot, or that of the oldest exchange, which counts as given up: callers have far fewer than
+// sixteen in flight. b.mu is held.
 func (b *Buffer) reservePending(a *op.NotifyArgs) (*pending, error) {
 	slot := &b.pending[(b.calls[abi.OpNotify]+1)%numPending]
+	for i := range b.pending {
+		if b.pending[i].token < slot.token { // a thread may be late with its dispatch while others make many
+			slot = &b.pending[i]
+		}
+	}
 	local := 0
 	if a.NumTokensPerExpert != 0 || a.Routing != op.RoutingNone {
 		local = int(a.NumExperts) / b.size
@@ -164,8 +170,11 @@ func (b *Buffer) endRefused(slot *pending, token uint64) {
 // pendingOf returns the exchange of a token. b.mu is held.
 func (b *Buffer) pendingOf(token uint64) (*pending, error) {
 	slot := &b.pending[token%numPending]
+	for i := 0; slot.token != token && i < numPending; i++ {
+		slot = &b.pending[i]
+	}
 	if token == 0 || slot.token != token {
-		return nil, status.InvalidArg("token", token, "that of a notify whose dispatch has not been issued yet")
+		return nil, status.InvalidArg("token", token, fmt.Sprintf("that of a notify whose dispatch has not been issued yet, one of the last %d", numPending))
 	}
 	return slot, nil
 }
