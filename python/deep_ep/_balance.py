@@ -46,15 +46,26 @@ class BufferAllocator:
         self.num_bytes += -(-tensor.numel() * tensor.itemsize // UNIT) * UNIT
         return tensor
 
+    def check(self) -> None:
+        """Raises a DeepEPError (also an AssertionError) unless materialize() can turn every tensor."""
+        assertion(not self.materialized, "materialize() of a BufferAllocator that is materialized")
+        for number, (tensor, _) in enumerate(self._planned):
+            text = f"tensor {number} of a BufferAllocator ({list(tensor.shape)}) has a view or a weak reference"
+            assertion(_torch.can_take_memory(tensor), f"{text}: take it once the tensors have memory")
+
     def materialize(self, storage: Tensor) -> None:
         """Turns the tensors into views of `storage`, uint8 of `num_bytes` bytes; once.
 
         Raises:
-            DeepEPError: also a ValueError or AssertionError: not this size, or not for the first time.
+            DeepEPError: also a ValueError, TypeError or AssertionError: not this size, not for the first time, or a
+                tensor cannot be turned. Nothing has changed then.
         """
-        assertion(not self.materialized, "materialize() of a BufferAllocator that is materialized")
-        if storage.numel() * storage.itemsize != self.num_bytes:
-            raise value_error("storage", f"{storage.numel()} bytes", f"{self.num_bytes} bytes")
+        self.check()
+        is_tensor = isinstance(storage, Tensor)
+        if is_tensor and storage.numel() * storage.itemsize != self.num_bytes:
+            raise value_error("storage", f"{storage.numel() * storage.itemsize} bytes", f"{self.num_bytes} bytes")
+        device, dtype = (storage.device, storage.dtype) if is_tensor else (_torch.CPU, UINT8)
+        _torch.check("storage", storage, device, (dtype,), (None,))
         self.materialized = True
         for tensor, begin in self._planned:
             _torch.take_memory(tensor, storage, begin)

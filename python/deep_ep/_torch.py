@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeGuard, TypeVar, cast
@@ -170,6 +171,11 @@ def has_views(rows: Tensor) -> bool:
 def meta(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """A tensor without memory."""
     return torch.empty(tuple(shape), dtype=dtype, device="meta")
+
+
+def can_take_memory(tensor: torch.Tensor) -> bool:
+    """Whether torch can put another tensor in this one's place: it has no view and no weak reference."""
+    return not weakref.getweakrefs(tensor) and holders(tensor) <= 1
 
 
 def take_memory(tensor: torch.Tensor, storage: torch.Tensor, begin: int) -> None:

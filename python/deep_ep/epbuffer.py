@@ -61,6 +61,7 @@ class EPBuffer(ElasticBuffer):
         plan_of = lb_allocation_plan_or_num_bytes
         if isinstance(plan_of, BufferAllocator):
             assertion(not plan_of.materialized, "lb_allocation_plan_or_num_bytes: got a plan that is materialized")
+            plan_of.check()
             num_lb_bytes = plan_of.num_bytes
         else:
             name = "lb_allocation_plan_or_num_bytes"

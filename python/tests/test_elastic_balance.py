@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 
@@ -130,3 +132,50 @@ def rank_refused(ctx):
 
 def test_refused(pool):
     pool.run(2, rank_refused)
+
+
+def test_plans_that_cannot_be_materialized():
+    """Nothing has changed then: the plan may be materialized later."""
+    from deep_ep import BufferAllocator, EPBuffer
+    from deep_ep.bootstrap import Bootstrap
+
+    plan = BufferAllocator()
+    first, second = plan.allocate((4, 8), torch.float32), plan.allocate((3,), torch.bfloat16)
+    storage = torch.zeros(plan.num_bytes, dtype=torch.uint8)
+    freed = torch.zeros(plan.num_bytes, dtype=torch.uint8)
+    freed.untyped_storage().resize_(0)
+    for wrong in (
+        None,
+        storage[1:],
+        freed,
+        storage.view(2, -1),
+        torch.zeros(2, plan.num_bytes, dtype=torch.uint8)[:, 0],
+    ):
+        with pytest.raises((TypeError, ValueError), match="storage"):
+            plan.materialize(wrong)
+    where = Bootstrap.file(0, 1, "/nonexistent", "never reached")
+    for held in (weakref.ref(second), second[1:]):
+        with pytest.raises(AssertionError, match="tensor 1 of a BufferAllocator"):
+            plan.materialize(storage)
+        with pytest.raises(AssertionError, match="tensor 1 of a BufferAllocator"):
+            EPBuffer(None, lb_allocation_plan_or_num_bytes=plan, bootstrap=where, engine="cpu")
+        del held
+    assert not plan.materialized and first.device.type == second.device.type == "meta"
+    plan.materialize(storage)
+    assert first.data_ptr() == storage.data_ptr() and second.data_ptr() == storage.data_ptr() + (2 << 20)
+
+
+def rank_no_tensors(ctx):
+    with elastic.buffer_of(ctx, 8, 64, kind="EPBuffer") as buffer:
+        mapping, good = torch.zeros(1, 2, dtype=torch.int32), torch.zeros(2, 32)
+        good, mapping = ctx.to_device(good), ctx.to_device(mapping)
+        for wrong in (None, 5, "ab", [None], torch.zeros((), device=good.device)):
+            for call in (buffer.lb_prefetch_weights, buffer.lb_reduce_grads):
+                for copies, own in ((wrong, good), (good, wrong)):
+                    with pytest.raises((ValueError, TypeError, AssertionError)) as caught:
+                        call(copies, own, mapping)
+                    assert "argument" in str(caught.value) or "tensors" in str(caught.value), caught.value
+
+
+def test_no_tensors(pool):
+    pool.run(1, rank_no_tensors)

@@ -357,6 +357,41 @@ def test_mutated_handles(pool, device):
         assert all(texts.values()), texts
 
 
+def rank_numbers(ctx):
+    """Numbers of a handle that are none, or fit no field: named, on the call that was given it."""
+    import deep_ep.ops  # noqa: F401 - defines the operators
+    from deep_ep._elastic import TENSORS
+
+    exchange = elastic.expect(CASE, M)
+    with elastic.buffer_of(ctx, M, CASE.hidden) as buffer:
+        call = elastic.dispatch(ctx, buffer, exchange, CASE, expand=True)
+        rows = torch.zeros(call.rows, CASE.hidden, dtype=torch.bfloat16, device=ctx.device)
+        own = ctx.to_device(exchange.inputs[ctx.rank].x)
+        for name in ("num_experts", "expert_alignment", "num_max_tokens_per_rank", "num_recv_tokens"):
+            for value in (None, "4", 1.5, -1, 2**31, 2**70):
+                handle = copy.copy(call.handle)
+                setattr(handle, name, value)
+                for use in (
+                    lambda h=handle: buffer.combine(rows, h),
+                    lambda h=handle: buffer.dispatch(own, handle=h, do_expand=True),
+                ):
+                    with pytest.raises((ValueError, TypeError), match=f"handle.{name}"):
+                        use()
+        handle = copy.copy(call.handle)
+        handle.topk_idx = handle.topk_idx[0, 0].clone()
+        with pytest.raises(ValueError, match="handle.topk_idx"):
+            buffer.combine(rows, handle)
+        ops, tensors = torch.ops.deep_ep, [getattr(call.handle, name) for name in TENSORS]
+        for wrong, numbers, word in ((tensors[:5], [1] * 7, "handle"), (tensors, [1] * 3, "numbers")):
+            with pytest.raises(ValueError, match=f"argument {word}"):
+                ops.elastic_combine(rows, None, None, None, wrong, numbers, buffer.name)
+        elastic.combine(ctx, buffer, call)
+
+
+def test_numbers_of_a_handle(pool):
+    pool.run(2, rank_numbers)
+
+
 def rank_without_memory(ctx):
     """Rank 1 has no memory for the rows once it has the counts; then a signal comes just there."""
     texts = []

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .. import _names, _torch
 from .._elastic import SCALE_ALIGNMENT, TENSORS, EPHandle, Shape
-from ..errors import type_error
+from ..errors import type_error, value_error
 from ._autograd import once
 from ._define import cast_under_autocast, define
 
@@ -57,6 +57,9 @@ def tensors_of(handle: EPHandle) -> list[Any]:
 
 def handle_of(tensors: Sequence[Tensor], numbers: Numbers, per_expert: list[int]) -> EPHandle:
     """The handle of what operators take and return."""
+    for name, got, want in (("handle", len(tensors), len(TENSORS)), ("numbers", len(numbers), len(NUMBERS))):
+        if got != want:
+            raise value_error(name, f"{got} entries", f"the {want} of a handle")
     rows = numbers[_ROWS]
     return EPHandle(
         bool(numbers[_EXPAND]), numbers[_EXPERTS], numbers[_ALIGNMENT], numbers[_MOST], numbers[_SMS], tensors[_TOPK],
