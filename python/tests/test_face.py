@@ -586,3 +586,44 @@ def test_functions_of_torch_are_what_the_module_takes_them_for(tmp_path):
     command = ["g++", "-std=c++17", "-fsyntax-only", f"-I{include}", f"-I{sysconfig.get_paths()['include']}"]
     done = subprocess.run([*command, str(tmp_path / "check.cpp")], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def rank_modes_of_v2(ctx):
+    """The same for V2: its methods run nothing of the mode, with and without the compiled face."""
+    from torch.overrides import TorchFunctionMode
+
+    from deep_ep import ElasticBuffer, EPBuffer
+
+    seen = []
+
+    class Notes(TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            seen.append(getattr(function, "__name__", str(function)))
+            return function(*args, **(kwargs or {}))
+
+    options = {"num_max_tokens_per_rank": alone.BOUND, "hidden": alone.HIDDEN, "engine": ctx.engine}
+    for cls in (ElasticBuffer, EPBuffer):
+        for compiled in (True, False):
+            buffer = cls(ctx.group, **options, explicitly_destroy=True)
+            buffer._core.compiled = compiled
+            calls = alone.ElasticCalls(buffer)
+            own, mapping = torch.ones(2, 16, device=calls.x.device), torch.zeros(1, 2, dtype=torch.int32)
+            copies, mapping = torch.zeros_like(own), mapping.to(own.device)
+            for _ in range(2):
+                with Notes(), torch.device("meta"):
+                    seen.clear()
+                    given = {"num_experts": alone.EXPERTS, "do_expand": True}
+                    got = buffer.dispatch(calls.x, calls.idx, calls.weights, **given)
+                    sums = buffer.combine(got[0], got[3], got[2], bias=calls.x)
+                    if cls is EPBuffer:
+                        buffer.lb_prefetch_weights(copies, own, mapping)
+                        deferred = {"async_with_compute_stream": True, "defer_epilogue": True}
+                        buffer.dispatch(calls.x, calls.idx, **given, **deferred).wait()
+                    methods = seen[:]
+                assert not methods, f"{cls.__name__}, compiled {compiled}: {methods}"
+                assert torch.equal(sums[0], 3 * calls.x)
+            buffer.destroy()
+
+
+def test_modes_cost_nothing_in_v2(pool):
+    pool.run(1, rank_modes_of_v2)
