@@ -309,18 +309,20 @@ def length(tensor: object) -> int:
 
 def whole(tensor: Tensor) -> bool:
     """Whether a tensor's elements are in its memory: no caller has freed or cut that since, and the type has some."""
-    if not tensor.data_ptr():
+    begin = tensor.storage_offset() * tensor.itemsize
+    if tensor.data_ptr() == begin:  # the storage begins at address 0: a tracer's, or freed
         return tensor.numel() == 0
     if tensor.is_contiguous():
-        end = tensor.storage_offset() * tensor.itemsize + tensor.nbytes
+        end = begin + tensor.nbytes
     else:
         last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
-        end = (tensor.storage_offset() + last + 1) * tensor.itemsize if tensor.numel() else 0
+        end = begin + (last + 1) * tensor.itemsize if tensor.numel() else 0
     return end <= tensor.untyped_storage().nbytes()
 
 
 def _without_memory(name: str, tensor: Tensor) -> Exception:
-    held = tensor.untyped_storage().nbytes() if tensor.data_ptr() else 0
+    begin = tensor.storage_offset() * tensor.itemsize
+    held = tensor.untyped_storage().nbytes() if tensor.data_ptr() != begin else 0
     given = f"shape {list(tensor.shape)} in {held} bytes of memory"
     return value_error(name, given, f"a tensor that has its {tensor.numel() * tensor.itemsize} bytes")
 

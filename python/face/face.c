@@ -89,13 +89,14 @@ static int is_contiguous(const Seen *t) {
 
 /* 1: every element lies in the tensor's storage, which a caller may have made smaller or freed since. */
 static int is_whole(Seen *t, int32_t dtype) {
-  int64_t bytes, last, i;
-  if (torch.get_storage_size(&t->impl, &bytes) || torch.get_storage_offset(&t->impl, &last)) return 0;
-  for (i = 0; i < t->num_dims; i++) {
+  int64_t bytes, first, last, width = (int64_t)torch.dtype_element_size(dtype), i;
+  if (torch.get_storage_size(&t->impl, &bytes) || torch.get_storage_offset(&t->impl, &first)) return 0;
+  for (last = first, i = 0; i < t->num_dims; i++) {
     if (t->sizes[i] == 0) return 1;
     last += (t->sizes[i] - 1) * t->strides[i];
   }
-  return t->address != NULL && last < bytes / (int64_t)torch.dtype_element_size(dtype);
+  /* a storage at address 0 is a tracer's, or freed */
+  return (uintptr_t)t->address != (uintptr_t)(first * width) && last < bytes / width;
 }
 
 /* torch's function that makes an object of a handle is said to take the handle over, and in some versions only copies
