@@ -6,9 +6,10 @@
 Every suite runs, also after another has failed. Its output also goes to build/test/NAME.log. At the end stands a table,
 then what failed in each suite; the last line is ``N passed, N failed`` (``, N skipped`` where some were) over all
 suites; the exit status is 1 if any failed. A suite whose folder does not exist is left out; one that runs no test, or
-ends badly without a failed test, counts as a failure. ``--full`` sets DEEPEP_TEST_FULL=1, which every suite knows. The
-build comes before: see the Makefile. Where everything is built already, this needs only Python (a GPU machine without
-Go, say).
+ends badly without a failed test, counts as a failure. The table has each suite's time and the CPU seconds of its
+processes, which other work on the machine changes little. ``--full`` sets DEEPEP_TEST_FULL=1, which every suite knows.
+The build comes before: see the Makefile. Where everything is built already, this needs only Python (a GPU machine
+without Go, say).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
+import resource
 import sys
 import time
 
@@ -30,12 +32,19 @@ class Result:
     suite: Suite
     counts: Counts
     seconds: float
+    cpu_seconds: float  # of the processes that the suite started and that have ended
+
+
+def cpu_seconds() -> float:
+    """User and system time of all ended processes below this one: what a run costs, whatever else the machine does."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
 
 
 def run_suite(suite: Suite, full: bool) -> Result:
     """Runs one suite to its end; what goes wrong in running it is a failed test of that suite."""
     print(f"\n==== {suite.name}: {suite.title}", flush=True)
-    start = time.monotonic()
+    start, cpu = time.monotonic(), cpu_seconds()
     try:
         counts = suite.run(full)
     except OSError as error:
@@ -44,20 +53,20 @@ def run_suite(suite: Suite, full: bool) -> Result:
     if counts.passed + counts.failed == 0:
         print(f"{suite.name}: ran no test", flush=True)
         counts.failed += 1
-    return Result(suite, counts, time.monotonic() - start)
+    return Result(suite, counts, time.monotonic() - start, cpu_seconds() - cpu)
 
 
 def report(results: list[Result], seconds: float) -> int:
     """Prints the table and the closing line. Returns the exit status."""
     total = Counts()
-    print(f"\n==== summary ({seconds:.0f} s)")
+    print(f"\n==== summary ({seconds:.0f} s, {sum(result.cpu_seconds for result in results):.0f} CPU seconds)")
     for result in results:
         counts = result.counts
         total.add(counts)
         mark = "FAILED" if counts.failed else "ok"
         print(
             f"  {result.suite.name:12s} {mark:6s} {counts.passed:6d} passed {counts.failed:4d} failed "
-            f"{counts.skipped:4d} skipped {result.seconds:7.1f} s"
+            f"{counts.skipped:4d} skipped {result.seconds:7.1f} s {result.cpu_seconds:7.1f} CPU s"
         )
     for result in results:
         for failure in result.counts.failures[:MOST_FAILURES]:

@@ -141,10 +141,22 @@ def test_output_is_kept_and_input_is_empty(tmp_path: pathlib.Path, capfd: pytest
 
 def test_summary_and_exit_status(capsys: pytest.CaptureFixture[str]) -> None:
     suites = [Suite(name, "", (), lambda full: Counts()) for name in ("a", "b")]
-    results = [run_tests.Result(suites[0], Counts(2, 0, 1), 1.0), run_tests.Result(suites[1], Counts(3, 1, 0), 1.0)]
+    results = [
+        run_tests.Result(suites[0], Counts(2, 0, 1), 1.0, 0.5),
+        run_tests.Result(suites[1], Counts(3, 1, 0), 1.0, 0.5),
+    ]
     assert run_tests.report(results, 2.0) == 1
     assert capsys.readouterr().out.splitlines()[-1] == "5 passed, 1 failed, 1 skipped"
     assert run_tests.report(results[:1], 2.0) == 0
+
+
+def test_cpu_seconds_of_a_suite_are_those_of_its_processes() -> None:
+    busy = shell(
+        f"{sys.executable} -c 'import time; [0 for _ in iter(lambda: time.process_time() < 0.3, False)]'; true"
+    )
+    suites = {name: functools.partial(test_suites.checks, "x", {"a": a}) for name, a in (("b", busy), ("c", ["true"]))}
+    used = {name: run_tests.run_suite(Suite(name, "", (), run), full=False).cpu_seconds for name, run in suites.items()}
+    assert used["b"] >= 0.3 > used["c"]
 
 
 def test_an_absent_folder_is_left_out(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
