@@ -2,6 +2,8 @@ package core
 
 import (
 	"io"
+	"net/http"
+	"net/http/httptest"
 	"os"
 	"path/filepath"
 	"regexp"
@@ -34,24 +36,57 @@ func copyFile(t *testing.T, from, to string) {
 	}
 }
 
-// readmeScript is how the README makes a module into a program, once the module is published.
-func readmeScript(t *testing.T, root string) string {
+// readmeScript is how the README makes a module into a program, once the module is published; with a checkout, until
+// then.
+func readmeScript(t *testing.T, root, checkout string) string {
 	t.Helper()
 	readme, err := os.ReadFile(filepath.Join(root, "README.md"))
 	if err != nil {
 		t.Fatal(err)
 	}
-	commands := regexp.MustCompile("(?s)```sh\n([^`]*go get github.com/deepep-go/deepep/core[^`]*)```").FindSubmatch(readme)
+	commands := regexp.MustCompile("(?s)```sh\n([^`]*go mod edit -replace [^`]*)```").FindSubmatch(readme)
 	if commands == nil {
 		t.Fatal("the README does not say how a Go program gets the module")
 	}
+	if checkout != "" {
+		return strings.ReplaceAll(string(commands[1]), "/path/to/deepep", checkout)
+	}
 	var script []string
 	for line := range strings.Lines(string(commands[1])) {
-		if !strings.HasPrefix(line, "go mod edit -replace ") { // names a checkout, until the module is published
+		if !strings.HasPrefix(line, "go mod edit -replace ") {
 			script = append(script, line)
 		}
 	}
 	return strings.Join(script, "")
+}
+
+// Until the module is published the README's commands take a checkout, and ask no proxy for the module: one that knows
+// only public modules may forbid the question, which ends a go command.
+func TestProgramOfACheckout(t *testing.T) {
+	root, err := filepath.Abs("..")
+	if err != nil {
+		t.Fatal(err)
+	}
+	cache, err := moduleCache()
+	if err != nil {
+		t.Fatal(err)
+	}
+	known := http.FileServer(http.Dir(filepath.Join(cache, "cache", "download")))
+	proxy := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		if strings.HasPrefix(r.URL.Path, "/"+modulePath) {
+			http.Error(w, "not public", http.StatusForbidden)
+			return
+		}
+		known.ServeHTTP(w, r)
+	}))
+	defer proxy.Close()
+	o := newOutside(t, root)
+	o.settings = append(o.settings, "GOPROXY="+proxy.URL, "GONOPROXY=")
+	o.must(t, "go mod init example.org/outside\n"+readmeScript(t, root, root))
+	if out, err := o.run(o.folder, []string{"DEEPEP_KERNELS=" + filepath.Dir(cpuLibrary(t).Path)},
+		filepath.Join(o.folder, "bin", "program"), "-goroutines", "-ranks", "2"); err != nil {
+		t.Errorf("%v\n%s", err, out)
+	}
 }
 
 // A module of its own that takes this one from a proxy becomes a program by the README's commands, without cgo, and
@@ -64,7 +99,7 @@ func TestProgramOutsideTheTree(t *testing.T) {
 		t.Fatal(err)
 	}
 	o := newOutside(t, root)
-	o.must(t, "go mod init example.org/outside\n"+readmeScript(t, root))
+	o.must(t, "go mod init example.org/outside\n"+readmeScript(t, root, ""))
 	program, file := filepath.Join(o.folder, "bin", "program"), filepath.Base(library)
 	arguments := []string{"-goroutines", "-ranks", "2"}
 	if out, err := o.run(o.folder, nil, program, arguments...); err == nil {

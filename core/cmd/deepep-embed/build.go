@@ -22,7 +22,7 @@ func build(folder string) (path string, err error) {
 	out, err := list.Output()
 	sources := strings.TrimSpace(string(out))
 	if err != nil || sources == "" {
-		return "", fmt.Errorf("the module of the working folder does not require %s: go get %s/core", module, module)
+		return "", fmt.Errorf("the module of the working folder does not require %s: import %s/core in the program, then go mod tidy", module, module)
 	}
 	path = filepath.Join(folder, "lib", "libdeepep_cpu.so")
 	command := exec.Command("make", "--no-print-directory", "-C", sources, "BUILD="+folder, path)
