@@ -174,7 +174,7 @@ func (l *link) writeLoop() {
 	for o := range l.out {
 		if failed == nil {
 			failed = l.write(&o.frame)
-			if failed != nil && !connectionGone(failed) && !errors.Is(failed, net.ErrClosed) && !errors.Is(failed, os.ErrDeadlineExceeded) {
+			if failed != nil && !writingIsOver(failed) {
 				l.unusable.Store(&failed)
 				l.shut()
 			}
@@ -238,6 +238,12 @@ func dupFDs(fds []int) ([]int, error) {
 		out = append(out, Above(d))
 	}
 	return out, nil
+}
+
+// writingIsOver reports whether a write failed for a reason that others account for: the peer has closed, which the reader
+// reports, this side has, or the time of flushAtClose is over.
+func writingIsOver(err error) bool {
+	return connectionGone(err) || errors.Is(err, net.ErrClosed) || errors.Is(err, os.ErrDeadlineExceeded)
 }
 
 // connectionGone reports whether an error means that the other end has closed.

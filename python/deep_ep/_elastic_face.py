@@ -351,16 +351,16 @@ class ElasticFace:
             return
         p = Program(self._core.device)
         rows, exchange, segment, offset, column = map(number, range(5))
-        given, idx, first = 3, 4, 5
-        for place in (SCALES, 2, idx, first + SLOTS, first + HEAD):
-            if place not in (SCALES, 2) or (scales, topk_weights)[place - 1] is not None:
-                p.same(size(place, 0), size(X, 0))
+        weights, given, idx, first = 2, 3, 4, 5
+        present = [place for place, tensor in ((SCALES, scales), (weights, topk_weights)) if tensor is not None]
+        for place in (*present, idx, first + SLOTS, first + HEAD):
+            p.same(size(place, 0), size(X, 0))
         expand = kind.shape.expand
         arrived, expanded = (size(first + METADATA, 0), rows) if expand else (rows, constant(0))
         made = [address(first + i) for i in range(len(_MADE))]
         native = self._handle(p, handle.topk_idx, kind.shape, address(idx), made, size(idx, 0), arrived, expanded,
                               exchange)  # fmt: skip
-        args = self._dispatch_args(p, (x, scales), topk_weights, 2, handle.topk_idx, kind, rows, native,
+        args = self._dispatch_args(p, (x, scales), topk_weights, weights, handle.topk_idx, kind, rows, native,
                                    missing.recv_x, given, segment, offset, column)  # fmt: skip
         p.write(args, _abi.DispatchArgs, "cached", constant(1))
         config = constant(ctypes.addressof(kind.config))
