@@ -285,7 +285,7 @@ class ElasticFace:
         """Results: token, exchange, the copy of topk_idx, library_tensors of the handle without recv_src_metadata."""
         p = self._start(inputs)
         self._copy_of_indices(p, inputs, kind)
-        made = self._make(p, inputs, kind, None)
+        made = self._make(p, kind, None)
         handle = self._handle(p, inputs[IDX], kind.shape, address(IDX), made, size(X, 0))
         notify = self._notify_args(p, inputs, kind, handle)
         token = p.struct(ctypes.c_uint64())
@@ -320,7 +320,7 @@ class ElasticFace:
         segment, offset, config = map(number, range(3))
         rows, tokens = constant(shape.worst_rows()), constant(shape.bound())
         self._copy_of_indices(p, inputs, kind)
-        made = self._make(p, inputs, kind, tokens)
+        made = self._make(p, kind, tokens)
         expanded = rows if shape.expand else constant(0)
         handle = self._handle(p, inputs[IDX], shape, address(IDX), made, size(X, 0), tokens, expanded)
         notify = self._notify_args(p, inputs, kind, handle)
@@ -430,7 +430,7 @@ class ElasticFace:
         else:
             p.none()
 
-    def _make(self, p: Program, inputs: Inputs, kind: Kind, tokens: Source | None) -> list[Source]:
+    def _make(self, p: Program, kind: Kind, tokens: Source | None) -> list[Source]:
         """The outputs for a handle, as library_tensors; without `tokens`, the rows of recv_src_metadata, not that."""
         shape, ranks, of_handle = kind.shape, constant(self._core.group_size), functools.partial(p.output, slab=HANDLE)
         local = constant(shape.num_local)

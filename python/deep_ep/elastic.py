@@ -315,7 +315,20 @@ class ElasticBuffer(BufferBase):
         allow_hybrid_mode: bool = True,
         allow_multiple_reduction: bool = True,
     ) -> int:
-        """Bytes of a buffer for calls of this shape, a multiple of 2 MiB: `num_bytes` of one made so."""
+        """Bytes of a buffer for calls of this shape, a multiple of 2 MiB: `num_bytes` of one made so.
+
+        Args:
+            group: the ranks of the buffer, whose number counts.
+            num_max_tokens_per_rank: the largest number of tokens of a rank's dispatch.
+            hidden: channels of a token.
+            num_topk: K; 0: not known, taken as 32.
+            use_fp8_dispatch: rows of a dispatch are FP8 with scales, else BF16.
+            allow_hybrid_mode: accepted; the size is the same.
+            allow_multiple_reduction: False: combine has room for an answer of each of a token's K choices.
+
+        Raises:
+            DeepEPError (also a ValueError): a number is not allowed.
+        """
         fp8 = check_flag("use_fp8_dispatch", use_fp8_dispatch)
         multiple = check_flag("allow_multiple_reduction", allow_multiple_reduction)
         shape = (num_max_tokens_per_rank, hidden, num_topk, fp8, multiple)
@@ -649,7 +662,7 @@ class ElasticBuffer(BufferBase):
             assertion(not capturing, "argument do_cpu_sync: got True, allowed False while a CUDA graph is captured")
         if topk_weights is not None:
             _torch.check("topk_weights", topk_weights, core.device, (FLOAT32,), (payload.num_tokens, num_topk))
-        given, known = self._resolve_sms(num_sms, num_qps, num_experts, num_topk, handle)
+        given, known = self._resolve_sms(num_sms, num_qps, num_topk, handle)
         if order is None:
             order = Order(core, previous_event, is_async, on_comm)
         shape = Shape(num_topk, num_experts, alignment, num_max_tokens, expand, core.group_size)
@@ -681,7 +694,7 @@ class ElasticBuffer(BufferBase):
             if type(missing) is tuple:
                 return missing
         self._mode.check_handle(handle)
-        given, _ = self._resolve_sms(num_sms, num_qps, handle.num_experts, int(handle.topk_idx.shape[1]), handle)
+        given, _ = self._resolve_sms(num_sms, num_qps, int(handle.topk_idx.shape[1]), handle)
         if order is None:
             order = Order(self._core, previous_event, is_async, on_comm)
         order.wait_too(before_epilogue)
@@ -691,9 +704,7 @@ class ElasticBuffer(BufferBase):
             face.add_combine(missing, x, handle, topk_weights, biases, self._mode.config(1, given))
         return result
 
-    def _resolve_sms(
-        self, num_sms: int, num_qps: int, num_experts: int, num_topk: int, handle: EPHandle | None
-    ) -> tuple[int, int]:
+    def _resolve_sms(self, num_sms: int, num_qps: int, num_topk: int, handle: EPHandle | None) -> tuple[int, int]:
         """SMs for the library (0: its choice), and for the handle."""
         allocated = self.num_allocated_qps
         assertion(
