@@ -17,8 +17,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
-import resource
+import pathlib
 import sys
+import threading
 import time
 
 import test_suites
@@ -32,28 +33,81 @@ class Result:
     suite: Suite
     counts: Counts
     seconds: float
-    cpu_seconds: float  # of the processes that the suite started and that have ended
+    cpu_seconds: float  # of all processes below this one
 
 
-def cpu_seconds() -> float:
-    """User and system time of all ended processes below this one: what a run costs, whatever else the machine does."""
-    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return usage.ru_utime + usage.ru_stime
+class CPUMeter:
+    """User and system time of the processes below this one: what a suite costs, whatever else the machine does.
+
+    Of a process whose parent ends first (a fork server, with its ranks) what it had used at the last look counts.
+    """
+
+    EVERY = 0.5  # seconds between two looks
+
+    def __init__(self) -> None:
+        self._last = self._lost = 0.0
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def __enter__(self) -> CPUMeter:
+        self._first = self._last = below(os.getpid())
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end.set()
+        self._thread.join()
+        self._look()
+
+    def _watch(self) -> None:
+        while not self._end.wait(self.EVERY):
+            self._look()
+
+    def _look(self) -> None:
+        now = below(os.getpid())
+        self._lost += max(0.0, self._last - now)
+        self._last = now
+
+    def seconds(self) -> float:
+        return self._last + self._lost - self._first
+
+
+def below(root: int) -> float:
+    """Seconds that the processes below `root` have used, those included that have ended and were waited for."""
+    parents, used, ended = {}, {}, {}
+    for entry in os.listdir("/proc"):
+        try:
+            fields = (
+                pathlib.Path("/proc", entry, "stat").read_text().rpartition(")")[2].split() if entry.isdigit() else []
+            )
+        except OSError:  # it has ended
+            continue
+        if fields:
+            utime, stime, cutime, cstime = map(int, fields[11:15])
+            parents[int(entry)], used[int(entry)], ended[int(entry)] = int(fields[1]), utime + stime, cutime + cstime
+    total = ended.get(root, 0)
+    for pid in used:
+        at = pid
+        while (at := parents.get(at, 0)) not in (0, root):
+            pass
+        total += used[pid] + ended[pid] if at == root else 0
+    return total / os.sysconf("SC_CLK_TCK")
 
 
 def run_suite(suite: Suite, full: bool) -> Result:
     """Runs one suite to its end; what goes wrong in running it is a failed test of that suite."""
     print(f"\n==== {suite.name}: {suite.title}", flush=True)
-    start, cpu = time.monotonic(), cpu_seconds()
-    try:
-        counts = suite.run(full)
-    except OSError as error:
-        print(f"{suite.name}: cannot run: {error}", flush=True)
-        counts = Counts(failed=1)
+    start = time.monotonic()
+    with CPUMeter() as cpu:
+        try:
+            counts = suite.run(full)
+        except OSError as error:
+            print(f"{suite.name}: cannot run: {error}", flush=True)
+            counts = Counts(failed=1)
     if counts.passed + counts.failed == 0:
         print(f"{suite.name}: ran no test", flush=True)
         counts.failed += 1
-    return Result(suite, counts, time.monotonic() - start, cpu_seconds() - cpu)
+    return Result(suite, counts, time.monotonic() - start, cpu.seconds())
 
 
 def report(results: list[Result], seconds: float) -> int:
