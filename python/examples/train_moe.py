@@ -27,7 +27,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, spawn
+import torch.multiprocessing as mp
+from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 
 import deep_ep
 import report
@@ -185,7 +186,9 @@ def run_distributed(options: argparse.Namespace) -> dict[str, Any]:
     """Trains over `--ranks` processes and returns what rank 0 saw."""
     with tempfile.TemporaryDirectory(prefix="train_moe_") as folder:
         result = Path(folder, "result.json")
-        spawn(run_rank, (options, str(Path(folder, "rendezvous")), str(result)), nprocs=options.ranks)  # type: ignore[no-untyped-call]
+        arguments = options, str(Path(folder, "rendezvous")), str(result)
+        mp.set_forkserver_preload(["deep_ep.nn"])  # torch is imported once, not once for each rank
+        mp.start_processes(run_rank, arguments, nprocs=options.ranks, start_method="forkserver")  # type: ignore[no-untyped-call]
         found: dict[str, Any] = json.loads(result.read_text())
         return found
 
