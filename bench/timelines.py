@@ -319,7 +319,8 @@ def run_rounds(job: LowLatency | Normal, recorder: Recorder, rounds: int, progra
 
 def measure(rounds: int, program: str) -> dict[str, Any]:
     """Of each program the spans of the shortest round of each way, times from the round's start."""
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["matplotlib.pyplot", "deep_ep"])  # imported once, not once for each rank
     with tempfile.TemporaryDirectory() as folder:
         ranks = [context.Process(target=rank_body, args=(r, rounds, folder, program)) for r in range(RANKS)]
         for each in ranks:
