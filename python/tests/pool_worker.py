@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 import hosts
 
-PRELOAD = ["pool_worker", "pytest", "numpy", "reference"]
+PRELOAD = ["pool_worker", "pytest", "numpy", "reference", "deep_ep", "cases", "checks", "lowlat", "normal", "elastic"]
 PR_SET_PDEATHSIG = 1
 MANY_OBJECTS = 10_000  # that the collector looks at
 REJOIN = "rejoin"  # instead of a function's name: leave the group, and join the one of the given generation
