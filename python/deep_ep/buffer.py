@@ -10,8 +10,8 @@ from typing import Any
 from . import _abi, _memory, _names, _native, _startup, _torch, errors
 from ._core import Core
 from ._lib import library
+from ._low_latency import Fp4Dispatched, Hook, LowLatencyMode
 from ._low_latency import Handle as LowLatencyHandle
-from ._low_latency import Hook, LowLatencyMode
 from ._normal import Dispatched, NormalMode
 from ._torch import DType, OptionalTensor, Size, Tensor, is_compiling, native, opaque
 from .bootstrap import Bootstrap
@@ -625,7 +625,7 @@ class Buffer:
             topk_weights,
         )  # fmt: skip
 
-    @opaque
+    @native
     def _dispatch_nvfp4(
         self,
         x: Tensor,
@@ -644,13 +644,22 @@ class Buffer:
         for name, value in of_fp8.items():
             if check_flag(name, value):
                 raise value_error(name, "True with use_nvfp4=True", "False: scales of NVFP4 are e4m3")
-        recv_x, scales, count, handle, event, hook = self._low_latency.dispatch_fp4(
+        recv_x, scales, count, handle, event, hook = self._dispatch_fp4(
             x, factor, topk_idx, bound, num_experts, recv_stats, wait_stats, async_finish, return_recv_hook,
             topk_weights, _abi.FP4_CAST,
         )  # fmt: skip
         return (recv_x, scales), count, handle, event, hook
 
-    @opaque
+    @native
+    def _dispatch_fp4(self, *given: Any) -> Fp4Dispatched:
+        """LowLatencyMode.dispatch_fp4; compiled callers have its operators."""
+        if is_compiling():
+            from .ops import methods
+
+            return methods.low_latency_dispatch_fp4(self, *given)
+        return self._low_latency.dispatch_fp4(*given)
+
+    @native
     def low_latency_dispatch_fp4(
         self,
         x: Tensor,
@@ -684,7 +693,7 @@ class Buffer:
         Raises:
             DeepEPError: as in low_latency_dispatch. Also a ValueError or TypeError for a wrong argument.
         """
-        return self._low_latency.dispatch_fp4(
+        return self._dispatch_fp4(
             x, scales, topk_idx, num_max_dispatch_tokens_per_rank, num_experts, cumulative_local_expert_recv_stats,
             dispatch_wait_recv_cost_stats, async_finish, return_recv_hook, topk_weights, _abi.FP4_PACKED,
         )  # fmt: skip

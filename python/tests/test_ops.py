@@ -11,6 +11,7 @@ import cases
 import checks
 import lowlat
 import normal
+import test_fp4
 import test_graphs
 from cases import Case
 from conftest import full
@@ -120,7 +121,7 @@ class Resending(dict):
         return super().pop(int(made))
 
 
-def check_halves(buffer, send, recv, given, outputs, inputs):
+def check_halves(buffer, send, recv, given, outputs=None, inputs=()):
     """opcheck of both halves: a send is forgotten after each check, a receive has one of its own."""
     from deep_ep.ops import _low_latency
 
@@ -129,6 +130,8 @@ def check_halves(buffer, send, recv, given, outputs, inputs):
         if test != "test_aot_dispatch_dynamic":
             opcheck(send, *given, tests=test)
             buffer.clean_low_latency_buffer(B, 512, CASE.experts)
+    if outputs is None:
+        return
     _low_latency._pending[buffer] = Resending(lambda: send(*given))
     opcheck(recv, *outputs, torch.zeros(1, dtype=torch.int64), *inputs)
     del _low_latency._pending[buffer]
@@ -161,6 +164,98 @@ def rank_low_latency_opcheck(ctx):
 
 def test_low_latency_opcheck(pool):
     pool.run(2, rank_low_latency_opcheck, deadline=120)
+
+
+def fp4_inputs(ctx, case=CASE):
+    """x and scales of deep_ep::low_latency_dispatch_fp4, x and the factor of …_nvfp4."""
+    packed = tuple(map(ctx.to_device, test_fp4.packed_rows(case, ctx.rank, torch.uint8)))
+    x = ctx.to_device(lowlat.make_x(case, ctx.rank, True))
+    return {"fp4": packed, "nvfp4": (x, torch.full((1,), 3.5, device=ctx.device))}
+
+
+def rank_fp4_opcheck(ctx, kind):
+    idx, weights = ctx.to_device(cases.routing(CASE, ctx.rank)), ctx.to_device(lowlat.make_weights(CASE, ctx.rank))
+    with lowlat.buffer_of(ctx, CASE, B) as buffer:
+        name, (x, scales) = buffer.name, fp4_inputs(ctx)[kind]
+        whole, send = (getattr(operators(), f"low_latency_dispatch_{kind}{half}") for half in ("", "_send"))
+        received, waited = (torch.zeros(n, dtype=d, device=ctx.device) for n, d in ((4, torch.int32), (2, torch.int64)))
+        given = x, scales, idx, B, CASE.experts, name, weights, received, waited
+        opcheck(whole, *given, tests=ALL_CHECKS[:3])
+        if kind == "nvfp4":
+            opcheck(whole, x, None, *given[2:6], tests=ALL_CHECKS[:3])
+        receives = {"inputs": (x, idx, name, weights, received, None, scales), "outputs": whole(*given)}
+        # torch's checks compare tensors that are mutated, which it cannot do with e4m3 scales.
+        check_halves(buffer, send, operators().low_latency_dispatch_recv, given, **receives if kind == "fp4" else {})
+        if kind == "nvfp4":
+            with torch.autocast(ctx.device.type):  # casts the rows first
+                checks.same_bits("counts", whole(x.float(), *given[1:6])[2], whole(x, *given[1:6])[2])
+
+
+@pytest.mark.parametrize("kind", ["fp4", "nvfp4"])
+def test_fp4_opcheck(pool, kind):
+    pool.run(2, rank_fp4_opcheck, kind, deadline=120)
+
+
+def fp4_answers(rows, scales, kind):
+    """What experts answer: rows of H channels of the received bytes, each with that of its scale."""
+    if kind == "nvfp4":
+        tiles = scales.view(torch.uint8).permute(5, 2, 1, 0, 4, 3)  # [L, M, 4, 32, H/64, 4], in the order of rows
+        rows, scales = rows.permute(2, 0, 1), tiles.flatten(1, 3).flatten(2)
+    codes = torch.stack([rows & 15, rows >> 4], -1).flatten(2)
+    return (codes + scales[:, : rows.shape[1]].repeat_interleave(16, dim=2).float()).bfloat16()
+
+
+def fp4_round_trip(buffer, x, scales, idx, weights, kind, halves, received):
+    """Dispatch, experts and combine, as TensorRT-LLM (packed rows) and vLLM (a cast) have them."""
+    options = {"return_recv_hook": halves, "cumulative_local_expert_recv_stats": received}
+    if kind == "fp4":
+        rows, row_scales, counts, handle, _, receive = buffer.low_latency_dispatch_fp4(
+            x, scales, idx, B, CASE.experts, **options
+        )
+    else:
+        (rows, row_scales), counts, handle, _, receive = buffer.low_latency_dispatch(
+            x, idx, B, CASE.experts, use_nvfp4=True, x_global_scale=scales, **options
+        )
+    if halves:
+        receive()
+    given = fp4_answers(rows, row_scales, kind), None, idx, weights, handle
+    sums, _, receive = buffer.low_latency_combine_low_precision("fp8", *given, return_recv_hook=halves)
+    if halves:
+        receive()
+    return sums * 2, counts, handle[1], rows.stride(), row_scales.stride(), rows.dtype, row_scales.dtype, *handle[2:]
+
+
+def rank_fp4_compile(ctx, backend):
+    with lowlat.buffer_of(ctx, CASE.but(tokens=(B, B)), B) as buffer:
+        traced = compiled(fp4_round_trip, backend, dynamic=True)
+        for tokens in ((12, 7), (5, 16)):
+            case = CASE.but(tokens=tokens)
+            idx, weights = cases.routing(case, ctx.rank), lowlat.make_weights(case, ctx.rank)
+            for kind, inputs in fp4_inputs(ctx, case).items():
+                for halves in (False, True):
+                    stats = [torch.full((4,), 3, dtype=torch.int32, device=ctx.device) for _ in "ab"]
+                    given = *inputs, ctx.to_device(idx), ctx.to_device(weights), kind, halves
+                    want = fp4_round_trip(buffer, *given, stats[0])
+                    assert want[0].any() and want[0].isfinite().all()
+                    same(traced(buffer, *given, stats[1]), want)
+                    assert torch.equal(*stats) and stats[0].sum() > 12
+        with pytest.raises(ValueError, match="argument round_scale: got True with use_nvfp4=True"):
+            torch.compile(wrong_nvfp4, backend=backend)(buffer, *given[:4])
+
+
+def wrong_nvfp4(buffer, x, scale, idx, weights):
+    return buffer.low_latency_dispatch(x, idx, B, CASE.experts, use_nvfp4=True, x_global_scale=scale, round_scale=True)
+
+
+@checks.needs_traced_methods
+def test_fp4_compile(pool):
+    pool.run(2, rank_fp4_compile, "aot_eager", deadline=120)
+
+
+@checks.needs_traced_methods
+@pytest.mark.skipif(not full(), reason="takes minutes: make test-full")
+def test_fp4_compile_by_inductor(pool):
+    pool.run(2, rank_fp4_compile, "inductor", deadline=280)
 
 
 def low_latency_round_trip(buffer, x, idx, weights, halves, fp8, received, waited):
@@ -296,13 +391,15 @@ def rank_captured(ctx):
     with normal.buffer_of(ctx) as buffer, lowlat.buffer_of(ctx, CASE, B) as decoder:
         given, ops = inputs_of(ctx, buffer, case), operators()
         x, idx, weights = given[0], given[2], given[3]
+        fp4 = fp4_inputs(ctx)
 
         def calls():
             layout = ops.layout(idx, CASE.experts, buffer.name)
             rows, _, _, sums, *handle = ops.dispatch_worst_case(*given, 32)
             combined = ops.combine(rows, None, None, sums, *handle, buffer.name)
             whole = low_latency_calls(ops, decoder.name, x, idx, weights, halves=False)
-            return layout[2], *combined, whole, low_latency_calls(ops, decoder.name, x, idx, weights, halves=True)
+            halves = low_latency_calls(ops, decoder.name, x, idx, weights, halves=True)
+            return layout[2], *combined, whole, halves, *fp4_calls(decoder, fp4, idx, weights)
 
         want = [each.clone() for each in calls()]
         replay = test_graphs.capture(ctx, calls)
@@ -323,6 +420,24 @@ def low_latency_calls(ops, name, x, idx, weights, halves):
     combined, ticket = ops.low_latency_combine_send(rows, idx, weights, *handle, B, 512, CASE.experts, name)
     ops.low_latency_combine_recv(combined, ticket, rows, idx, weights, *handle, name)
     return combined
+
+
+def fp4_calls(buffer, inputs, idx, weights):
+    """Sums of answers to packed rows and to cast ones, whole and in halves."""
+    ops, name, sums = operators(), buffer.name, []
+    for kind, (x, scales) in inputs.items():
+        for halves in (False, True):
+            given = x, scales, idx, B, CASE.experts, name
+            if halves:
+                *outputs, ticket = getattr(ops, f"low_latency_dispatch_{kind}_send")(*given)
+                ops.low_latency_dispatch_recv(*outputs, ticket, x, idx, name, None, None, None, scales)
+            else:
+                outputs = getattr(ops, f"low_latency_dispatch_{kind}")(*given)
+            answers = fp4_answers(*outputs[:2], kind)
+            sums.append(
+                ops.low_latency_combine(answers, idx, weights, *outputs[3:], B, CASE.hidden, CASE.experts, name)
+            )
+    return sums
 
 
 def test_captured(pool):

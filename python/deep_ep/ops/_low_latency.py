@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .. import _names, _torch, errors
+from .. import _abi, _names, _torch, errors
 from . import _autograd
 from ._define import cast_under_autocast, define
 
@@ -144,6 +144,7 @@ def _dispatch_recv(
     topk_weights: OptionalTensor = None,
     cumulative_local_expert_recv_stats: OptionalTensor = None,
     dispatch_wait_recv_cost_stats: OptionalTensor = None,
+    x_scales: OptionalTensor = None,
 ) -> None:
     outputs = recv_x, recv_x_scales, recv_count, src_info, layout_range
     stats = cumulative_local_expert_recv_stats, dispatch_wait_recv_cost_stats
@@ -185,6 +186,85 @@ def _fake_dispatch_send(*args: Any) -> Tensors:
 
 def _fills(*args: Any) -> None:
     """The fake kernel of a receive, which has no results."""
+
+
+# ---- dispatch of FP4 rows: packed ones with their scales, or BF16 rows that it casts to NVFP4
+
+
+def _fp4_kernels(fp4: int) -> tuple[Any, Any, Any, Any]:
+    """Kernel and fake kernel of the whole call and of the send; `scales` are the packed rows', or the cast's factor."""
+
+    def run(
+        x: Tensor,
+        scales: OptionalTensor,
+        topk_idx: Tensor,
+        bound: int,
+        num_experts: int,
+        buffer: str,
+        topk_weights: OptionalTensor,
+        recv_stats: OptionalTensor,
+        wait_stats: OptionalTensor,
+        half: bool,
+    ) -> tuple[Tensors, Any]:
+        found = _names.find(buffer)
+        rows, recv_scales, recv_count, (src_info, layout_range, *_), _, hook = found._low_latency.dispatch_fp4(
+            x, scales, topk_idx, bound, num_experts, recv_stats, wait_stats, False, half, topk_weights, fp4
+        )
+        return (rows, recv_scales, recv_count, src_info, layout_range), hook
+
+    def whole(
+        x: Tensor,
+        scales: OptionalTensor,
+        topk_idx: Tensor,
+        bound: int,
+        num_experts: int,
+        buffer: str,
+        topk_weights: OptionalTensor = None,
+        recv_stats: OptionalTensor = None,
+        wait_stats: OptionalTensor = None,
+    ) -> Tensors:
+        given = x, scales, topk_idx, bound, num_experts, buffer, topk_weights
+        return run(*given, recv_stats, wait_stats, False)[0]
+
+    def send(
+        x: Tensor,
+        scales: OptionalTensor,
+        topk_idx: Tensor,
+        bound: int,
+        num_experts: int,
+        buffer: str,
+        topk_weights: OptionalTensor = None,
+        recv_stats: OptionalTensor = None,
+        wait_stats: OptionalTensor = None,
+    ) -> Tensors:
+        stats = _zeros_like(recv_stats), _zeros_like(wait_stats)
+        outputs, hook = run(x, scales, topk_idx, bound, num_experts, buffer, topk_weights, *stats, True)
+        return (*outputs, _remember(_names.find(buffer), hook, outputs, stats))
+
+    def fake(
+        x: Tensor, scales: OptionalTensor, topk_idx: Tensor, bound: Any, num_experts: Any, buffer: str, *_: Any
+    ) -> Tensors:
+        ranks = _names.find(buffer).group_size
+        local, rows = num_experts // ranks, ranks * bound
+        if fp4 == _abi.FP4_PACKED:
+            assert scales is not None
+            received = x.new_empty((local, rows, x.shape[1])), scales.new_empty((local, rows, scales.shape[1]))
+        else:  # as Fp4Plan.shaped has them
+            hidden, tiles = x.shape[1], (rows + 127) // 128
+            by_expert = x.new_empty((local, rows, hidden // 2), dtype=torch.uint8)
+            in_tiles = x.new_empty((local, tiles, hidden // 64, 32, 4, 4), dtype=_torch.FP8)
+            received = by_expert.permute(1, 2, 0), in_tiles.permute(3, 4, 1, 5, 2, 0)
+        return (
+            *received,
+            x.new_empty((local,), dtype=torch.int32),
+            x.new_empty((local, rows), dtype=torch.int32),
+            x.new_empty((local, ranks), dtype=torch.int64),
+        )
+
+    def fake_send(*args: Any) -> Tensors:
+        return (*fake(*args), torch.empty((1,), dtype=torch.int64, device="cpu"))
+
+    return whole, fake, send, fake_send
 
 
 # ---- combine
@@ -299,6 +379,11 @@ _DISPATCH = (
     "Tensor? topk_weights=None, Tensor{a}? cumulative_local_expert_recv_stats=None, "
     "Tensor{b}? dispatch_wait_recv_cost_stats=None, bool use_fp8=True, bool round_scale=False, bool use_ue8m0=False) "
 )
+_FP4_DISPATCH = (
+    "(Tensor x, {scales}, Tensor topk_idx, SymInt num_max_dispatch_tokens_per_rank, SymInt num_experts, str buffer, "
+    "Tensor? topk_weights=None, Tensor{a}? cumulative_local_expert_recv_stats=None, "
+    "Tensor{b}? dispatch_wait_recv_cost_stats=None) "
+)
 _COMBINE = (
     "Tensor x, Tensor topk_idx, Tensor topk_weights, Tensor src_info, Tensor layout_range, "
     "SymInt num_max_dispatch_tokens_per_rank, SymInt hidden, SymInt num_experts, str buffer, "
@@ -321,10 +406,20 @@ dispatch_recv = _define(
     "low_latency_dispatch_recv",
     "(Tensor(a!) recv_x, Tensor(b!) recv_x_scales, Tensor(c!) recv_count, Tensor(d!) src_info, "
     "Tensor(e!) layout_range, Tensor ticket, Tensor x, Tensor topk_idx, str buffer, Tensor? topk_weights=None, "
-    "Tensor(f!)? cumulative_local_expert_recv_stats=None, Tensor(g!)? dispatch_wait_recv_cost_stats=None) -> ()",
+    "Tensor(f!)? cumulative_local_expert_recv_stats=None, Tensor(g!)? dispatch_wait_recv_cost_stats=None, "
+    "Tensor? x_scales=None) -> ()",
     _dispatch_recv,
     _fills,
 )
+for _name, _scales, _fp4 in (
+    ("low_latency_dispatch_fp4", "Tensor x_scales", _abi.FP4_PACKED),
+    ("low_latency_dispatch_nvfp4", "Tensor? x_global_scale", _abi.FP4_CAST),
+):
+    _whole, _fake, _send, _fake_send = _fp4_kernels(_fp4)
+    _signature = _FP4_DISPATCH.format(scales=_scales, a="(a!)", b="(b!)")
+    _define(_name, _signature + "-> (Tensor, Tensor, Tensor, Tensor, Tensor)", _whole, _fake)
+    _signature = _FP4_DISPATCH.format(scales=_scales, a="", b="")
+    _define(f"{_name}_send", _signature + "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)", _send, _fake_send)
 combine = _define("low_latency_combine", f"({_COMBINE.format(a='(a!)')}-> Tensor", _combine, _fake_combine)
 combine_out = _define(
     "low_latency_combine_out", f"(Tensor(o!) out, {_COMBINE.format(a='(a!)')}-> ()", _combine_out, _fills
@@ -339,5 +434,6 @@ combine_recv = _define(
     _combine_recv,
     _fills,
 )
-for _operator in (dispatch, dispatch_send, combine, combine_send):
+_of_casts = (getattr(torch.ops.deep_ep, f"low_latency_dispatch_nvfp4{half}").default for half in ("", "_send"))
+for _operator in (dispatch, dispatch_send, combine, combine_send, *_of_casts):
     cast_under_autocast(_operator, 1)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .. import errors
+from .. import _abi, errors
 from .._torch import opaque
 from ..config import Config
 from ..utils import EventOverlap
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from .._elastic import EPHandle
     from .._low_latency import Combined as LowLatencyCombined
     from .._low_latency import Dispatched as LowLatencyDispatched
+    from .._low_latency import Fp4Dispatched
     from .._normal import Dispatched
     from ..buffer import Buffer
     from ..elastic import ElasticBuffer
@@ -175,6 +176,43 @@ def low_latency_dispatch(
     rows, scales, recv_count, src_info, layout_range = outputs
     handle = (src_info, layout_range, bound, x.shape[1], num_experts)
     return (rows, scales) if use_fp8 else rows, recv_count, handle, EventOverlap(), hook
+
+
+def low_latency_dispatch_fp4(
+    buffer: Buffer,
+    x: Tensor,
+    scales: OptionalTensor,
+    topk_idx: Tensor,
+    bound: int,
+    num_experts: int,
+    recv_stats: OptionalTensor,
+    wait_stats: OptionalTensor,
+    async_finish: bool,
+    return_recv_hook: bool,
+    topk_weights: OptionalTensor,
+    fp4: int,
+) -> Fp4Dispatched:
+    """Buffer.low_latency_dispatch_fp4, and with FP4_CAST low_latency_dispatch of NVFP4: `scales` is the factor."""
+    packed = fp4 == _abi.FP4_PACKED
+    _check_order("low_latency_dispatch_fp4" if packed else "low_latency_dispatch", None, async_finish)
+    ops = torch.ops.deep_ep
+    inputs = (x, scales, topk_idx, bound, num_experts, buffer.name, topk_weights, recv_stats, wait_stats)
+    hook: Hook | None = None
+    with torch.no_grad():
+        if return_recv_hook:
+            send = ops.low_latency_dispatch_fp4_send if packed else ops.low_latency_dispatch_nvfp4_send
+            *outputs, ticket = send(*inputs)
+
+            def hook() -> None:
+                ops.low_latency_dispatch_recv(
+                    *outputs, ticket, x, topk_idx, buffer.name, topk_weights, recv_stats, wait_stats, scales
+                )
+        else:
+            outputs = (ops.low_latency_dispatch_fp4 if packed else ops.low_latency_dispatch_nvfp4)(*inputs)
+    rows, recv_scales, recv_count, src_info, layout_range = outputs
+    hidden = x.shape[1] * 2 if packed else x.shape[1]
+    handle = (src_info, layout_range, bound, hidden, num_experts)
+    return rows, recv_scales, recv_count, handle, EventOverlap(), hook
 
 
 def low_latency_combine(
