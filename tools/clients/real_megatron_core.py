@@ -8,7 +8,7 @@ import warnings
 import real
 import torch
 
-from mixture import Mixture
+from reference_mixture import Mixture
 from test_clients_training import CASE
 
 

@@ -6,7 +6,7 @@ import real
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from mixture import Mixture
+from reference_mixture import Mixture
 from test_clients_training import CASE
 
 

@@ -10,7 +10,7 @@ import types
 import real
 import torch
 
-from mixture import BF16, Mixture, from_fp8, to_fp8
+from reference_mixture import BF16, Mixture, from_fp8, to_fp8
 from test_clients_inference import CASE, B, alternate, dispose
 
 

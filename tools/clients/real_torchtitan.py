@@ -7,7 +7,7 @@ import functools
 import real
 import torch
 
-from mixture import Mixture
+from reference_mixture import Mixture
 from test_clients_training import CASE
 
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import cases
-from mixture import FP8, Mixture, from_fp8, to_fp8
+from reference_mixture import FP8, Mixture, from_fp8, to_fp8
 from test_clients_inference import CASE, B
 
 WIDE = CASE.but(hidden=2048)  # the least that its low-latency files take

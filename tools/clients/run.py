@@ -29,9 +29,10 @@ for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
 
 
 def pins() -> dict[str, str]:
-    """Client: its pinned requirement."""
-    lines = (HERE / "requirements.txt").read_text().splitlines()
-    return {line.split("==")[0]: line for line in lines if line and not line.startswith("#")}
+    """Client: its pinned requirement. A second release of a client has its name behind it."""
+    lines = [line for line in (HERE / "requirements.txt").read_text().splitlines() if not line.startswith("#")]
+    parts = [line.partition("#") for line in lines if line]
+    return {name.strip() or pin.split("==")[0]: pin.strip() for pin, _, name in parts}
 
 
 def fetch(name: str, requirement: str) -> None:
