@@ -4,6 +4,7 @@ The kernel library is that of the engine's own tests: its streams are queues as 
 what is left is the host's share of a call, CUDA's own apart, and two states of the code compare on any machine:
 
     python bench/call_cost.py [--package python] [--calls 10000]
+    python bench/call_cost.py --operators                   # torch.ops.deep_ep beside the methods, in turns
     go test -run xxx -bench Launch ./internal/engine        # the engine alone
 
 Times are of batches of 50 calls, the fastest twentieth of them, which other programs on the machine disturb least.
@@ -156,6 +157,66 @@ def cases_of(buffer: Any) -> dict[str, Callable[[], Any]]:
     }
 
 
+def operator_cases_of(buffer: Any) -> dict[str, tuple[Callable[[], Any], Callable[[], Any]]]:
+    """For each operator a call of the method and one of the operator, with the same arguments."""
+    import torch
+
+    import deep_ep.ops  # noqa: F401 - defines them
+
+    ops, name = torch.ops.deep_ep, buffer.name
+    x = torch.zeros(TOKENS, HIDDEN, dtype=torch.bfloat16)
+    idx = torch.zeros(TOKENS, TOPK, dtype=torch.int64)
+    weights = torch.ones(TOKENS, TOPK)
+    packed, scales = (torch.zeros(TOKENS, HIDDEN // size, dtype=torch.uint8) for size in (2, 16))
+    per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(idx, EXPERTS)
+    received, _, received_weights, _, handle, _ = normal_cases_of(buffer)["dispatch (waits for counts)"]()
+    entries = handle[0], handle[3], handle[5]
+    given = x, None, idx, weights, per_rank, None, in_rank, per_expert, name
+    answers = torch.zeros(EXPERTS, BOUND, HIDDEN, dtype=torch.bfloat16)
+    source, ranges, *shape = buffer.low_latency_dispatch(x, idx, BOUND, EXPERTS)[2]
+    sent = (source, ranges, *shape)
+    methods = normal_cases_of(buffer) | cases_of(buffer)
+    return {
+        "layout": (methods["get_dispatch_layout"], lambda: ops.layout(idx, EXPERTS, name)),
+        "dispatch": (methods["dispatch (waits for counts)"], lambda: ops.dispatch(*given)),
+        "dispatch_worst_case": (
+            methods["dispatch, num_worst_tokens"], lambda: ops.dispatch_worst_case(*given, TOKENS),
+        ),
+        "dispatch_cached": (methods["dispatch, cached handle"], lambda: ops.dispatch_cached(x, None, *entries, name)),
+        "combine": (
+            methods["combine with weights"],
+            lambda: ops.combine(received, None, None, received_weights, *entries, name),
+        ),
+        "low_latency_dispatch": (
+            methods["low-latency dispatch"], lambda: ops.low_latency_dispatch(x, idx, BOUND, EXPERTS, name),
+        ),
+        "low_latency_dispatch_fp4": (
+            lambda: buffer.low_latency_dispatch_fp4(packed, scales, idx, BOUND, EXPERTS),
+            lambda: ops.low_latency_dispatch_fp4(packed, scales, idx, BOUND, EXPERTS, name),
+        ),
+        "low_latency_dispatch_nvfp4": (
+            lambda: buffer.low_latency_dispatch(x, idx, BOUND, EXPERTS, use_nvfp4=True),
+            lambda: ops.low_latency_dispatch_nvfp4(x, None, idx, BOUND, EXPERTS, name),
+        ),
+        "low_latency_combine": (
+            methods["low-latency combine"],
+            lambda: ops.low_latency_combine(answers, idx, weights, *sent, name),
+        ),
+    }  # fmt: skip
+
+
+def measure_in_turns(calls: tuple[Callable[[], Any], ...], count: int) -> list[float]:
+    """Microseconds of each call; batches of them alternate, so that what else runs meets all alike."""
+    found: list[list[float]] = [[] for _ in calls]
+    for _ in range(max(40, count // BATCH)):
+        for call, times in zip(calls, found, strict=True):
+            start = time.perf_counter_ns()
+            for _ in range(BATCH):
+                call()
+            times.append((time.perf_counter_ns() - start) / BATCH / 1e3)
+    return [sorted(times)[len(times) // 20] for times in found]
+
+
 def measure(call: Callable[[], Any], calls: int) -> float:
     """Microseconds of a call."""
     found = []
@@ -205,6 +266,7 @@ def main() -> int:
     parser.add_argument("--calls", type=int, default=10000, help="calls of each kind (10000)")
     parser.add_argument("--mode", action="store_true", help="under torch.set_default_device, a mode of torch functions")
     parser.add_argument("--busy", action="store_true", help="beside a busy thread: calls that lose the lock to it, %%")
+    parser.add_argument("--operators", action="store_true", help="the methods, the operators, and what these take more")
     options = parser.parse_args()
     sys.path.insert(0, str(options.package))
     with tempfile.TemporaryDirectory(prefix="call_cost_") as folder:
@@ -212,6 +274,14 @@ def main() -> int:
         buffer = make_buffer(folder)
         import torch
 
+        if options.operators:
+            with torch.no_grad():
+                for name, pair in operator_cases_of(buffer).items():
+                    measure_in_turns(pair, 2000)
+                    method, operator_ = measure_in_turns(pair, options.calls)
+                    print(f"{name:28} {method:6.2f} {operator_:6.2f} {operator_ - method:6.2f} us", flush=True)
+            buffer.destroy()
+            return 0
         under = torch.device("cpu") if options.mode else contextlib.nullcontext()
         second = Path(folder, "second")
         second.mkdir()

@@ -20,7 +20,7 @@ def client():
     moe = "sglang.srt.layers.moe"
     real.stand_in(
         "sglang", "sglang", "sglang.srt.environ", f"{moe}.utils", f"{moe}.token_dispatcher.base",
-        f"{moe}.token_dispatcher.deepep",
+        f"{moe}.token_dispatcher.deepep", f"{moe}.token_dispatcher.deepep_v2",
     )  # fmt: skip
     logging.Logger.warning_once = logging.Logger.warning  # which its utils would add
     import sglang.srt.runtime_context as context
@@ -50,8 +50,8 @@ def client():
 
 def quantised(x, group, column_major_scales, scale_tma_aligned, scale_ue8m0):
     """Stands in for its kernel: float32 scales, or with UE8M0 int32 of four exponents, stored by column."""
-    assert group == 128 and column_major_scales == scale_tma_aligned == scale_ue8m0
-    rows, scales = to_fp8(x, power_of_two=scale_ue8m0)
+    assert group == 128 and column_major_scales == scale_tma_aligned and (scale_tma_aligned or not scale_ue8m0)
+    rows, scales = to_fp8(x, scale_tma_aligned and not scale_ue8m0, scale_ue8m0)
     if scale_ue8m0:
         exponents = (scales.contiguous().view(torch.int32) >> 23) & 255
         scales = exponents.to(torch.uint8).contiguous().view(torch.int32).t().contiguous().t()
@@ -133,6 +133,46 @@ def tuned(ctx):
     assert module.DeepEPConfig.get_instance().num_sms == 24
 
 
+def elastic(ctx, prefill, dtype, tma=False, blackwell=False, expand=None):
+    """V2: decoding and prefill, expanded or plain; one rank may be idle."""
+    import sglang.srt.layers.deep_gemm_wrapper as gemm
+    import sglang.srt.layers.moe.token_dispatcher.deepep_v2 as module
+    import sglang.srt.runtime_context as context
+
+    gemm.DEEPGEMM_NEED_TMA_ALIGNED_SCALES, gemm.DEEPGEMM_SCALE_UE8M0 = tma, blackwell
+    parallel = types.SimpleNamespace(attn_dp_size=ctx.size, attn_cp_size=1, tp_size=ctx.size, tp_group=None)
+    execution = types.SimpleNamespace(moe=types.SimpleNamespace(deepep_v2_mode="hybrid"))
+    module.get_parallel, module.get_exec = lambda: parallel, lambda: execution
+    module.get_resources, module.get_is_extend_in_batch = context.get_resources, lambda: prefill
+    module.envs.SGLANG_DEEPEP_V2_NUM_MAX_DISPATCH_TOKENS_PER_RANK.set(4 * B)
+    module.envs.SGLANG_DEEPEP_V2_ENABLE_PREFILL_EXPAND.set(expand)
+    mix = Mixture(ctx, CASE)
+    dispatcher = module.DeepEPv2Dispatcher(
+        ctx.group, CASE.topk, CASE.experts, mix.num_local, CASE.hidden, BF16, use_fp8_dispatch=dtype == "fp8"
+    )
+    dispatcher.prebuild()
+    for _ in range(2):
+        got = dispatcher.dispatch(mix.x, types.SimpleNamespace(topk_weights=mix.weights, topk_ids=mix.idx))
+        assert got.use_masked_gemm != prefill and got.is_expanded == (expand is not False)
+        pair = (got.hidden_states, got.hidden_states_scale)
+        rows = pair[0] if pair[1] is None else from_fp8(pair)
+        answers = torch.full(rows.shape, float("nan"), dtype=BF16, device=rows.device)
+        if got.is_expanded:
+            start = 0
+            for local, end in enumerate(got.psum_num_recv_tokens_per_expert.tolist()):
+                factors = mix.own_vectors()[local] * got.topk_weights[start:end].unsqueeze(1)
+                answers[start:end] = (rows[start:end].float() * factors).to(BF16)
+                start = -(-end // got.expert_alignment) * got.expert_alignment
+        else:
+            answers = mix.rows_by_index(rows, got.topk_ids, got.topk_weights)
+        mix.check(dispatcher.combine(module.DeepEPv2CombineInput(answers, None)), 4e-3 if dtype == "fp8" else 2e-5)
+
+
+def of_v2(ctx, *options):
+    prepare(True)
+    elastic(ctx, *options)
+
+
 CASES = {
     "normal": (one, True, "fp8", False), "normal, asynchronous": (one, True, "fp8", True),
     "normal, BF16": (one, True, "bf16", True), "normal, UE8M0": (one, True, "fp8", True, True),
@@ -141,4 +181,8 @@ CASES = {
     "experts that dispose": (one, False, "fp8", False, True, True), "two batches, normal": (two, True, False),
     "two batches, low latency, hooks": (two, False, True), "two batches, low latency, events": (two, False, False),
     "both modes": (modes,), "a tuned configuration": (tuned,),
+    "V2, decoding": (of_v2, False, "fp8"), "V2, decoding, BF16": (of_v2, False, "bf16"),
+    "V2, decoding, UE8M0": (of_v2, False, "fp8", True, True), "V2, prefill by expert": (of_v2, True, "fp8", True),
+    "V2, prefill by token": (of_v2, True, "fp8", True, False, False),
+    "V2, prefill by token, UE8M0": (of_v2, True, "fp8", True, True, False),
 }  # fmt: skip
