@@ -239,12 +239,25 @@ def rank_fp4_compile(ctx, backend):
                     assert want[0].any() and want[0].isfinite().all()
                     same(traced(buffer, *given, stats[1]), want)
                     assert torch.equal(*stats) and stats[0].sum() > 12
+                    with torch.inference_mode():
+                        same(fp4_round_trip(buffer, *given, None), want)
+                program = torch.export.export(Fp4RoundTrip(buffer, kind), given[:4])
+                same(program.module()(*given[:4]), want[:2])
         with pytest.raises(ValueError, match="argument round_scale: got True with use_nvfp4=True"):
             torch.compile(wrong_nvfp4, backend=backend)(buffer, *given[:4])
 
 
 def wrong_nvfp4(buffer, x, scale, idx, weights):
     return buffer.low_latency_dispatch(x, idx, B, CASE.experts, use_nvfp4=True, x_global_scale=scale, round_scale=True)
+
+
+class Fp4RoundTrip(torch.nn.Module):
+    def __init__(self, buffer, kind):
+        super().__init__()
+        self.buffer, self.kind = buffer, kind
+
+    def forward(self, x, scales, idx, weights):
+        return fp4_round_trip(self.buffer, x, scales, idx, weights, self.kind, False, None)[:2]
 
 
 @checks.needs_traced_methods
