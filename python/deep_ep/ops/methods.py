@@ -246,11 +246,9 @@ def low_latency_combine(
                 torch.ops.deep_ep.low_latency_combine_recv(
                     combined, ticket, x, topk_idx, topk_weights, handle[0], handle[1], buffer.name, wait_stats
                 )
-        elif out is None:
-            combined = torch.ops.deep_ep.low_latency_combine(*inputs)
-        else:
-            torch.ops.deep_ep.low_latency_combine_out(out, *inputs)
-            combined = out
+        else:  # torch 2.11's inductor refuses low_latency_combine: a result beside optional statistics that it adds to
+            combined = x.new_empty((topk_idx.shape[0], x.shape[2]), dtype=torch.bfloat16) if out is None else out
+            torch.ops.deep_ep.low_latency_combine_out(combined, *inputs)
     return combined, EventOverlap(), hook
 
 
