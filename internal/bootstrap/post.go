@@ -24,8 +24,9 @@ type post struct {
 	killed error  // of this rank's own: a member whose gathering had seen it has failed
 	view   view   // which posts the rank has gathered, as it says
 	beside beside // which of this rank's posts it has seen while its own stood
-	// Of this rank's own: whose posts it waits for.
+	// Of this rank's own: whose posts it waits for, and whether all have gathered the same ones.
 	members []int
+	met     bool
 }
 
 // beside are two posts that stood at the same time, by their numbers.
@@ -45,7 +46,7 @@ const (
 
 // withdrawal ends the sender's post, and kills those that it has seen.
 type withdrawal struct {
-	Seen   map[int]uint64 // by rank: the number of the newest post
+	Seen   map[int]uint64 // by rank: the number of the newest post, or of the one that was gathered
 	Reason []byte
 }
 
@@ -111,15 +112,25 @@ func (c *Channel) posted(f *frame) error {
 	return nil
 }
 
-// Withdraw ends this rank's post under a tag, and makes the gatherings fail that had a post which this rank has seen.
+// Withdraw ends this rank's post under a tag, and makes the gatherings fail that had a post which this rank has seen. Once
+// it has gathered, that are the posts of that gathering: a member may have given up before and stand for the next one.
 func (c *Channel) Withdraw(tag string, why error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	w := withdrawal{Seen: map[int]uint64{}, Reason: encodeRefusal(why)}
+	own := c.posts[boxKey{c.rank, tag}]
 	for rank := range c.peers {
-		if p := c.posts[boxKey{rank, tag}]; p != nil {
-			w.Seen[rank], p.dead = p.number, p.number
+		p := c.posts[boxKey{rank, tag}]
+		if p == nil {
+			continue
 		}
+		number := p.number
+		if own != nil && own.met {
+			if gathered, in := own.view[rank]; in {
+				number = gathered
+			}
+		}
+		w.Seen[rank], p.dead = number, max(p.dead, number)
 	}
 	text, err := json.Marshal(w)
 	if err == nil {
@@ -164,6 +175,9 @@ func (c *Channel) gather(ctx context.Context, tag string, blob []byte, members [
 		if err == nil && len(missing) > 0 && ctx.Err() != nil {
 			err = c.lateError(ctx, tag, missing, time.Since(wait.began))
 			wait.giveUp(ctx, missing)
+		}
+		if err == nil && len(missing) == 0 {
+			c.posts[boxKey{c.rank, tag}].met = true
 		}
 		c.mu.Unlock()
 		if err != nil || len(missing) == 0 {
@@ -241,7 +255,7 @@ func (c *Channel) stand(tag string, blob []byte, members []int) error {
 		return err
 	}
 	own.number++
-	own.blob, own.killed, own.view, own.members = append([]byte{}, blob...), nil, nil, members
+	own.blob, own.killed, own.view, own.members, own.met = append([]byte{}, blob...), nil, nil, members, false
 	if err := c.sendPost(tag, append(binary.LittleEndian.AppendUint64([]byte{postStands}, own.number), blob...)); err != nil {
 		return err
 	}

@@ -56,6 +56,33 @@ func TestGatherBesideAPostOfBefore(t *testing.T) {
 	}))
 }
 
+// Both have gathered and then give up, for a reason of their own; rank 1 is the later one and already has rank 0's post
+// for the next gathering: that one stands.
+func TestGatherBeforeTheOtherHasGivenUp(t *testing.T) {
+	channels := open(t, 2, nil)
+	both := []int{0, 1}
+	gather := func(r int, blob string) error {
+		_, err := channels[r].Gather(proctest.Context(t), "meet", []byte(blob), both, anything)
+		return err
+	}
+	noErrors(t, each(2, func(r int) error { return gather(r, "before") }))
+	channels[0].Withdraw("meet", errors.New("not so"))
+	noErrors(t, each(2, func(r int) error {
+		if r == 1 {
+			channels[1].mu.Lock()
+			for channels[1].posts[boxKey{0, "meet"}].number != 2 {
+				changed := channels[1].changed
+				channels[1].mu.Unlock()
+				<-changed
+				channels[1].mu.Lock()
+			}
+			channels[1].mu.Unlock()
+			channels[1].Withdraw("meet", errors.New("not so"))
+		}
+		return gather(r, "now")
+	}))
+}
+
 // Posts that stand beside each other and disagree fail the gathering on both ranks: one finds it, and tells the other.
 func TestGatherOfPostsThatDisagree(t *testing.T) {
 	channels := open(t, 2, nil)
