@@ -53,17 +53,17 @@ func find(name uint64) *Memory {
 	return m
 }
 
-// useShared takes a rank's memory where that rank has it.
-func (s *Symmetric) useShared(rank int, bytes uint64, offer []byte) error {
+// useShared takes the memory of a rank, who in errors, where that rank has it.
+func (s *Symmetric) useShared(rank int, who string, bytes uint64, offer []byte) error {
 	if len(offer) != offerHead+offerBlob+8 {
-		return status.Errorf(status.Internal, "rank %d offered its memory in %d bytes", rank, len(offer))
+		return status.Errorf(status.Internal, "%s offered its memory in %d bytes", who, len(offer))
 	}
 	m := find(binary.LittleEndian.Uint64(offer[offerHead+offerBlob:]))
 	if m == nil {
-		return status.Errorf(status.Aborted, "rank %d has released its memory", rank)
+		return status.Errorf(status.Aborted, "%s has released its memory", who)
 	}
 	if s.peers[rank], s.Addresses[rank] = m, m.Address; m.Bytes < bytes {
-		return status.Errorf(status.Mismatch, "rank %d offers %d bytes of memory, %d are needed", rank, m.Bytes, bytes)
+		return status.Errorf(status.Mismatch, "%s offers %d bytes of memory, %d are needed", who, m.Bytes, bytes)
 	}
 	return nil
 }

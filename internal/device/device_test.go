@@ -133,9 +133,9 @@ func TestShareTellsWhoFailed(t *testing.T) {
 		"no memory there": {func(all []Message) {
 			all[1].Blob = append(append([]byte{0, 0, 0, 0, 4}, make([]byte, offerHead-5)...), "all gone"...)
 		}, status.ErrOutOfMemory, "rank 1 (there) failed: all gone"},
-		"less there":    {func(all []Message) { all[1].Blob[9] = 1 }, status.ErrMismatch, "rank 1 offers 256 bytes"},
-		"no descriptor": {func(all []Message) { closeAll(all[1].FDs); all[1].FDs = nil }, status.ErrInternal, "rank 1 sent 0 descriptors"},
-		"cut short":     {func(all []Message) { all[1].Blob = all[1].Blob[:5] }, status.ErrInternal, "rank 1"},
+		"less there":    {func(all []Message) { all[1].Blob[9] = 1 }, status.ErrMismatch, "rank 1 (there) offers 256 bytes"},
+		"no descriptor": {func(all []Message) { closeAll(all[1].FDs); all[1].FDs = nil }, status.ErrInternal, "rank 1 (there) sent 0 descriptors"},
+		"cut short":     {func(all []Message) { all[1].Blob = all[1].Blob[:5] }, status.ErrInternal, "rank 1 (there) offered its memory in 5 bytes"},
 	} {
 		if err := answer(c.change); !errors.Is(err, c.want) || !strings.Contains(err.Error(), c.part) {
 			t.Errorf("%s: %v", name, err)

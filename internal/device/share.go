@@ -216,7 +216,7 @@ func checkOffers(all []Message, places *Places) error {
 			continue
 		}
 		if len(m.Blob) < offerHead {
-			return status.Errorf(status.Internal, "rank %d offered its memory in %d bytes", rank, len(m.Blob))
+			return status.Errorf(status.Internal, "%s offered its memory in %d bytes", places.describe(rank), len(m.Blob))
 		}
 		if code := binary.LittleEndian.Uint32(m.Blob[4:]); code != 0 {
 			return status.Errorf(status.Code(code), "%s failed: %s", places.describe(rank), m.Blob[offerHead:])
@@ -225,16 +225,16 @@ func checkOffers(all []Message, places *Places) error {
 	return nil
 }
 
-// readOffer reads what a rank offers: at least so many bytes.
-func readOffer(d *Device, rank int, bytes uint64, m *Message) (*abi.MemImportParams, error) {
+// readOffer reads what a rank, who in errors, offers: at least so many bytes.
+func readOffer(d *Device, who string, bytes uint64, m *Message) (*abi.MemImportParams, error) {
 	p := &abi.MemImportParams{Device: d.handle, Bytes: binary.LittleEndian.Uint64(m.Blob[8:]), Kind: binary.LittleEndian.Uint32(m.Blob) &^ offerKept, FD: -1}
 	if p.Bytes < bytes || len(m.Blob) < offerHead+offerBlob {
-		return nil, status.Errorf(status.Mismatch, "rank %d offers %d bytes of memory, %d are needed", rank, p.Bytes, bytes)
+		return nil, status.Errorf(status.Mismatch, "%s offers %d bytes of memory, %d are needed", who, p.Bytes, bytes)
 	}
 	copy(p.Blob[:], m.Blob[offerHead:])
 	if p.Kind == abi.ShareFD {
 		if len(m.FDs) != 1 {
-			return nil, status.Errorf(status.Internal, "rank %d sent %d descriptors for its memory", rank, len(m.FDs))
+			return nil, status.Errorf(status.Internal, "%s sent %d descriptors for its memory", who, len(m.FDs))
 		}
 		p.FD = int32(m.FDs[0])
 	}
@@ -259,12 +259,12 @@ func (s *Symmetric) mapPeers(d *Device, bytes uint64, places *Places, all []Mess
 			continue
 		}
 		if places.crowd(rank) {
-			if err := s.useShared(rank, bytes, all[rank].Blob); err != nil {
+			if err := s.useShared(rank, places.describe(rank), bytes, all[rank].Blob); err != nil {
 				return err
 			}
 			continue
 		}
-		p, err := readOffer(d, rank, bytes, &all[rank])
+		p, err := readOffer(d, places.describe(rank), bytes, &all[rank])
 		if err != nil {
 			return err
 		}
@@ -368,14 +368,15 @@ func (s *Symmetric) Again(ctx context.Context, exchange Exchange) error {
 }
 
 func (s *Symmetric) mapAgain(all []Message) error {
-	if err := checkOffers(all, &Places{Describe: s.describe}); err != nil {
+	places := &Places{Describe: s.describe}
+	if err := checkOffers(all, places); err != nil {
 		return err
 	}
 	for rank, m := range s.peers {
 		if m == nil {
 			continue
 		}
-		p, err := readOffer(m.dev, rank, m.Bytes, &all[rank])
+		p, err := readOffer(m.dev, places.describe(rank), m.Bytes, &all[rank])
 		if err == nil {
 			err = m.again(&abi.MemRestoreParams{Kind: p.Kind, FD: p.FD, Blob: p.Blob})
 		}

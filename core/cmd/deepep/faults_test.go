@@ -1,10 +1,13 @@
 package main
 
 import (
+	"reflect"
 	"slices"
 	"strings"
 	"testing"
 	"time"
+
+	"github.com/spf13/pflag"
 
 	"github.com/deepep-go/deepep/internal/status"
 )
@@ -95,6 +98,28 @@ func TestFaultFlags(t *testing.T) {
 		if _, stderr, code := deepep(t, append([]string{"faults"}, args...)...); code != exitUsage || !strings.Contains(stderr, want) {
 			t.Errorf("%v: %d %s", args, code, stderr)
 		}
+	}
+}
+
+// A job draws what its parent would: each flag that both have reaches it.
+func TestFaultJobsHaveTheFlags(t *testing.T) {
+	given := map[string]string{
+		"ranks": "6", "ranks-per-node": "3", "seed": "41", "engine": "cuda", "phases": "normal,warm-up", "faults": "kill,stop",
+	}
+	f, job := &faultsFlags{}, &faultsFlags{}
+	here, there := pflag.NewFlagSet("faults", pflag.ContinueOnError), pflag.NewFlagSet("faults-job", pflag.ContinueOnError)
+	f.add(here)
+	job.add(there)
+	here.VisitAll(func(flag *pflag.Flag) {
+		if err := here.Set(flag.Name, given[flag.Name]); err != nil {
+			t.Errorf("--%s: %v", flag.Name, err)
+		}
+	})
+	if err := there.Parse(f.jobArgs()[1:]); err != nil {
+		t.Fatal(err)
+	}
+	if !reflect.DeepEqual(job, f) {
+		t.Errorf("the job has %+v, want %+v", job, f)
 	}
 }
 

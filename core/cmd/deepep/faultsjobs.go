@@ -174,8 +174,7 @@ func (f *faultsFlags) startJob(ctx context.Context, stderr io.Writer) (cmd *exec
 	}
 	own := f.engine == "cpu" && f.wants("full")
 	for {
-		cmd = exec.CommandContext(ctx, exe, "faults-job", "--ranks", strconv.Itoa(f.ranks), "--seed", strconv.FormatUint(f.seed, 10), "--engine", f.engine,
-			"--phases", strings.Join(f.phases, ","), "--faults", strings.Join(f.faults, ","))
+		cmd = exec.CommandContext(ctx, exe, f.jobArgs()...)
 		cmd.Stderr = stderr
 		cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
 		if own {
@@ -195,6 +194,14 @@ func (f *faultsFlags) startJob(ctx context.Context, stderr io.Writer) (cmd *exec
 			return nil, nil, nil, err
 		}
 		own = false
+	}
+}
+
+// jobArgs is a job's command line: the flags of add.
+func (f *faultsFlags) jobArgs() []string {
+	return []string{
+		"faults-job", "--ranks", strconv.Itoa(f.ranks), "--ranks-per-node", strconv.Itoa(f.perNode), "--seed", strconv.FormatUint(f.seed, 10),
+		"--engine", f.engine, "--phases", strings.Join(f.phases, ","), "--faults", strings.Join(f.faults, ","),
 	}
 }
 
