@@ -524,7 +524,7 @@ type TeamCreateParams struct {
 	Status         uint64 // its registered address
 	HostStats      uint64 // dk_stats_page; 0: no statistics
 	Stats          uint64 // its registered address
-	SMShare        int32  // ranks of this process on this device, which get disjoint shares of its SMs
+	SMShare        int32  // ranks on this device, which get disjoint shares of its SMs
 	SMShareIndex   int32  // which of them this rank is
 	Team           uint64 // [out]
 

@@ -300,8 +300,8 @@ func (b *Buffer) makeTeam(prints []fingerprint) error {
 		NVLOffset: r.NVL.Offset, NVLBytes: r.NVL.Bytes, RDMAOffset: r.RDMA.Offset, RDMABytes: r.RDMA.Bytes,
 		HostStatus: b.page.HostAddress(), Status: b.page.Address, HostStats: b.stats.page.HostAddress(), Stats: b.stats.page.Address,
 	}
-	for rank, f := range prints { // ranks that are goroutines of one process share a device's SMs
-		if f.UUID == prints[b.rank].UUID && b.members.Peer(rank).SameProcess {
+	for rank, f := range prints { // ranks of a device, goroutines or processes under MPS, run at the same time on SMs of their own
+		if f.UUID == prints[b.rank].UUID && !f.absent {
 			if rank < b.rank {
 				p.SMShareIndex++
 			}

@@ -636,7 +636,7 @@ typedef struct dk_team_create_params {
   uint64_t status;        /* its registered address */
   uint64_t host_stats;    /* dk_stats_page; 0: no statistics */
   uint64_t stats;         /* its registered address */
-  int32_t sm_share;       /* ranks of this process on this device, which get disjoint shares of its SMs */
+  int32_t sm_share;       /* ranks on this device, which get disjoint shares of its SMs */
   int32_t sm_share_index; /* which of them this rank is */
   uint64_t team;          /* [out] */
   /* Of dk_transport_open, connected to every rank that is not mapped or that the flags name; 0: none. The caller closes

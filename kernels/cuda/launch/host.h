@@ -51,6 +51,9 @@ struct Team {
   void *peers = nullptr;
   InternodeTeam *internode = nullptr;  // of a team with a transport
   Copies *copies = nullptr;            // of a team with DK_TEAM_LL_COPY
+
+  // This rank's part of the device's SMs: blocks that wait for each other, or for other ranks' blocks, run together.
+  int own_sms() const { return device->num_sms > sm_share ? device->num_sms / sm_share : 1; }
 };
 
 // Driver functions, found at run time: the library does not link with libcuda.

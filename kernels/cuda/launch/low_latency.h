@@ -11,8 +11,7 @@ constexpr size_t kMaxTables = 48 * 1024 - 6 * 1024;
 
 // A block for each token of a full call and one for the control block, as far as this rank's share of the device goes.
 inline int low_latency_blocks(const Team *team, int32_t num_sms, int32_t max_tokens) {
-  const int share = max(1, team->device->num_sms / max(1, team->sm_share));
-  return min(num_sms > 0 ? num_sms : max(32, max_tokens) + 1, share);
+  return min(num_sms > 0 ? num_sms : max(32, max_tokens) + 1, team->own_sms());
 }
 
 // The limits are those of dk_info.

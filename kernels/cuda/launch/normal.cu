@@ -14,10 +14,7 @@ namespace {
 constexpr int kDefaultSms = 20;  // for callers other than the engine, which always gives a number (internal/plan)
 
 // Blocks of a kernel that fills an SM: as many as the caller asks for, but at most this rank's share of the device.
-int blocks_for(const Team *team, int32_t num_sms) {
-  const int share = max(1, team->device->num_sms / max(1, team->sm_share));
-  return min(num_sms > 0 ? num_sms : kDefaultSms, share);
-}
+int blocks_for(const Team *team, int32_t num_sms) { return min(num_sms > 0 ? num_sms : kDefaultSms, team->own_sms()); }
 
 // The largest piece of a row, at most `most`, that leaves room for so many stages: whole rows where they fit.
 uint32_t stage_bytes_for(uint64_t row_bytes, uint64_t most, uint32_t stages, size_t limit) {
@@ -136,8 +133,7 @@ int32_t notify_with_routing(dk_notify_params *p) {
   params.warps = kRoutedNotifyThreads / kWarp;
   while (params.warps > 1 && routing_counts_bytes(experts, num_ranks, params.warps) > kRoutingLimit) --params.warps;
   const size_t shared = routing_counts_bytes(experts, num_ranks, params.warps);
-  const int blocks =
-      min(min(max(1, ceil_div(p->num_tokens, kRoutedNotifyTokens)), kRoutedBlocks), team->device->num_sms);
+  const int blocks = min(min(max(1, ceil_div(p->num_tokens, kRoutedNotifyTokens)), kRoutedBlocks), team->own_sms());
   params.share = ceil_div(p->num_tokens, blocks);
   const OnDevice on(team->device);
   const auto kernel =

@@ -60,8 +60,7 @@ int32_t internode_routed_notify(dk_notify_params *p, const NotifyParams &n) {
   params.n.warps = kNotifyThreads / kWarp;
   while (params.n.warps > 1 && routing_counts_bytes(experts, num_ranks, params.n.warps) > internode::kCountsShared)
     --params.n.warps;
-  const int blocks =
-      min(min(max(1, ceil_div(n.num_tokens, kRoutedNotifyTokens)), kRoutedBlocks), team->device->num_sms);
+  const int blocks = min(min(max(1, ceil_div(n.num_tokens, kRoutedNotifyTokens)), kRoutedBlocks), team->own_sms());
   params.n.share = ceil_div(n.num_tokens, blocks);
   const uint32_t shared = routing_counts_bytes(experts, num_ranks, params.n.warps);
   const OnDevice on(team->device);
