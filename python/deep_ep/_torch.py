@@ -194,10 +194,11 @@ def synchronize(device: torch.device) -> None:
 def record_all(values: Sequence[Any], device: torch.device) -> None:
     """Tells torch's allocator that the current CUDA stream uses the tensors among `values`, and in its pairs."""
     current = torch.cuda.current_stream(device)
-    for value in values:
-        for one in value if isinstance(value, tuple) else (value,):
-            if isinstance(one, Tensor):
-                one.record_stream(current)
+    with without_modes():
+        for value in values:
+            for one in value if isinstance(value, tuple) else (value,):
+                if isinstance(one, Tensor):
+                    one.record_stream(current)
 
 
 def register_pytree(
