@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # run_nodes_gpu.sh FOLDER [SECONDS] - the CUDA engine across nodes, on 4 GPUs of this machine, from build/ (make lib kernels cuda
 # nvshmem), within SECONDS (600). First nodes are a setting and puts go by NVLink; then nodes are hosts that only NVSHMEM's test
-# transport connects, without and with delays. With fewer than 4 GPUs: 2 nodes of one rank. Writes a log for each run and summary.txt
-# to FOLDER, and prints summary.txt. PYTHON (python3) has torch, pytest and NVSHMEM's wheel. ONLY="NAME ...": only these runs.
+# transport connects, without and with delays. With fewer than 4 GPUs: 2 nodes of one rank; with MPS=1, 4 ranks that share one GPU at the
+# same time (nothing is killed then: under MPS a killed process may take others along). Writes a log for each run and summary.txt to FOLDER,
+# and prints summary.txt. PYTHON (python3) has torch, pytest and NVSHMEM's wheel. ONLY="NAME ...": only these runs.
 set -u
 cd "$(dirname "$0")/../.."
 out=${1:?usage: nvshmem/tests/run_nodes_gpu.sh FOLDER [SECONDS]}
@@ -14,13 +15,20 @@ built=$PWD/${BUILD:-build}
 plugin=$built/nvshmem/nvshmem_transport_ibdevx.so.3
 nvshmem=$("$python" -c 'import nvidia.nvshmem as it; print(list(it.__path__)[0])') || exit 2
 gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU')
-[ "$gpus" -ge 2 ] || { echo "run_nodes_gpu.sh: 2 GPUs are needed, $gpus are here" >&2; exit 2; }
+shared=${MPS:+1}
+[ "$gpus" -ge $((shared ? 1 : 2)) ] || { echo "run_nodes_gpu.sh: 2 GPUs are needed (1 with MPS=1), $gpus are here" >&2; exit 2; }
 export LD_LIBRARY_PATH=$nvshmem/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
 export PYTHONPATH=$PWD/python:$PWD/python/tests:$PWD/nvshmem/tests DEEPEP_LIBRARY=$built/lib/libdeepep.so DEEPEP_KERNELS=$built/lib
-ranks=$((gpus < 4 ? 2 : 4))
+ranks=$((gpus < 4 && !shared ? 2 : 4))
 export DEEPEP_TIMEOUT_MS=8000 DEEPEP_FIRST_TIMEOUT_MS=12000 PYTHONUNBUFFERED=1
-export DEEPEP_TEST_DEVICE=cuda DEEPEP_TEST_NODES=$ranks CUDA_VISIBLE_DEVICES=${CUDA_VISIBLE_DEVICES:-$(seq -s, 0 $((ranks - 1)))} PYTHONDONTWRITEBYTECODE=1
+export DEEPEP_TEST_DEVICE=cuda DEEPEP_TEST_NODES=$ranks PYTHONDONTWRITEBYTECODE=1
+export CUDA_VISIBLE_DEVICES=${CUDA_VISIBLE_DEVICES:-$(seq -s, 0 $((shared ? 0 : ranks - 1)))}
 failed=0
+if ((shared)); then # each rank has its part of the SMs, so that ranks which wait for each other run together
+	export CUDA_MPS_PIPE_DIRECTORY=$(mktemp -d) CUDA_MPS_LOG_DIRECTORY=$out CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=$((100 / ranks)) DEEPEP_TEST_RANKS=$ranks
+	nvidia-cuda-mps-control -d || exit 2
+	trap 'echo quit | nvidia-cuda-mps-control' EXIT
+fi
 
 # run NAME SECONDS [VARIABLE=VALUE ...] -- COMMAND
 run() {
@@ -52,7 +60,9 @@ read -ra some <<<"$(tests $normal::test_everything $normal::test_chosen $normal:
 read -ra fast <<<"$(tests $low_latency)"
 read -ra dead <<<"$(tests python/tests/test_internode_failures.py)"
 read -ra graphs <<<"$(tests python/tests/test_internode_graphs.py)"
+read -ra routed <<<"$(tests python/tests/test_elastic_nodes.py)"
 dead+=(-k "(killed and dispatch) or late or shrink")
+((shared)) && dead+=(-k "late or shrink") graphs+=(-k "not lost")
 
 {
 	date -u
@@ -62,9 +72,11 @@ dead+=(-k "(killed and dispatch) or late or shrink")
 run nvlink-selftest 120 -- "${selftest[@]}"
 run nvlink-low-latency 40 -- "${fast[@]}"
 run nvlink-normal 40 -- "${all[@]}"
+run nvlink-routed 60 -- "${routed[@]}"
 run nvlink-failures 70 -- "${dead[@]}"
 run apart-selftest 120 "${apart[@]}" -- "${selftest[@]}" --timeout 90 --num-tokens 256 --iterations 3
 run apart-first 100 "${apart[@]}" -- "${first[@]}"
+run apart-routed 120 "${apart[@]}" -- "${routed[@]}"
 run apart-low-latency 100 "${late[@]}" -- "${fast[@]}" -k "2x2 or 4x1 or 2x1"
 run apart-failures 120 "${apart[@]}" -- "${dead[@]}"
 run apart-graphs 60 "${apart[@]}" -- "${graphs[@]}"

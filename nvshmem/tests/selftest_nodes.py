@@ -16,7 +16,7 @@ from deep_ep.selftest.worker import serve
 def serve_on_node(rank: int, options: Any, directory: str, connection: Any) -> None:
     """The body of a rank process."""
     hosts.leave_host()
-    torch.cuda.set_device(rank)
+    torch.cuda.set_device(rank % torch.cuda.device_count())
     hosts.wait_before_copies()
     meeting = Bootstrap.file(rank, options.num_ranks, directory, "kept")
     hosts.keep_nvshmem(rank, options.num_ranks, options.num_nvl_peers, group=None, bootstrap=meeting)

@@ -66,11 +66,12 @@ def nodes(device: str) -> None:
 
 @pytest.fixture(scope="session")
 def _shared_pool(device: str) -> Iterator[RankPool]:
-    size = int(os.environ.get("DEEPEP_TEST_RANKS") or LARGEST_POOL)
-    if joins_gpus():
+    size = int(os.environ.get("DEEPEP_TEST_RANKS") or 0)
+    if size == 0 and joins_gpus():
         import torch
 
-        size = torch.cuda.device_count()  # NVSHMEM wants a GPU for each rank
+        size = torch.cuda.device_count()  # more ranks than GPUs need MPS
+    size = size or LARGEST_POOL
     pool = RankPool(size, device)
     yield pool
     pool.stop()
