@@ -217,7 +217,7 @@ class Core:
 
     def torch_current_stream(self) -> Any:
         """The caller's current CUDA stream as a torch object."""
-        return _torch.torch_stream(self.device)
+        return _torch.torch_stream(self.ordinal)
 
     def synchronize(self) -> None:
         """CUDA engine: the host waits for the caller's current stream."""
@@ -293,14 +293,27 @@ class Core:
             launch.left = True
             raise
 
-    def current_stream_wait(self, launch: Launch) -> None:
-        """The caller's current stream waits for the event of a call; the CPU engine blocks."""
+    def current_stream_wait(self, launch: Launch) -> int | None:
+        """The caller's current stream waits for the event of a call; the CPU engine blocks.
+
+        Returns:
+            The stream's address; None on the CPU engine.
+        """
         if self.host_stream:
             self.native.wait_event(launch.event)
             self.let_go(launch)
-        else:
-            lib = self.native.lib
-            lib.check(lib.with_gil.deepep_event_stream_wait(launch.event, self.current_stream()))
+            return None
+        lib, stream = self.native.lib, self.current_stream()
+        lib.check(lib.with_gil.deepep_event_stream_wait(launch.event, stream))
+        return stream
+
+    def record_on_comm_stream(self, tensors: Held) -> None:
+        """CUDA engine: torch's allocator learns of tensors that the communication stream uses."""
+        if self.native.alive:  # a buffer that was destroyed has ended its calls
+            with _torch.without_modes():
+                for tensor in tensors:
+                    if tensor is not None:
+                        tensor.record_stream(self.comm_stream)
 
     def give_launch(self, launch: Launch, home: list[Any]) -> None:
         """Takes back the launch of an event that has no holder any more."""
@@ -374,7 +387,7 @@ class Ordering:
             if core.host_stream:
                 core.kept[launch] = held
             else:
-                self._mark(held)
+                self._keep(held)
             status = function(core.native, *values, call)
             if status:
                 if not self.begun:
@@ -436,12 +449,11 @@ class Ordering:
             self.stream = core.comm_stream_address
         return self.stream, None
 
-    def streams(self) -> tuple[Any, ...] | None:
-        """CUDA engine: the torch streams that use the call's tensors beside the stream of their memory; None: none."""
+    def streams(self) -> tuple[Any, Any] | None:
+        """CUDA engine: the streams that use the call's tensors, where its outputs have the communication stream's
+        memory; None: all the memory is the caller's stream's. First the stream of the outputs."""
         core = self.core
-        if self.on_comm:
-            return core.comm_stream, core.torch_current_stream()
-        return (core.comm_stream,) if self.async_finish else None
+        return (core.comm_stream, core.torch_current_stream()) if self.on_comm else None
 
     def append(self, event: EventOverlap, work: Callable[[], None]) -> None:
         """Runs torch calls behind the ended operation, and has `event`, which `last` returned, stand for them too.
@@ -458,11 +470,17 @@ class Ordering:
             work()
         core.native.record_event(self.launch.event, core.comm_stream_address)
 
-    def _mark(self, tensors: Held) -> None:
-        """CUDA engine: torch's allocator learns, before the launch, which tensors another stream than theirs uses."""
+    def _keep(self, tensors: Held) -> None:
+        """CUDA engine: torch's allocator learns, before the launch, which tensors another stream than theirs uses.
+
+        Where all are of the caller's stream, an asynchronous call's event has them until that stream waits for it, and
+        behind a synchronous one the stream waits at once.
+        """
         streams = self.streams()
         if streams is None:
-            return  # the caller's stream waits for the work, and all the memory belongs to that stream
+            if self.async_finish:
+                self.core.kept[self.launch] = tensors
+            return
         for tensor in tensors:
             if tensor is not None:
                 for stream in streams:
@@ -471,8 +489,9 @@ class Ordering:
     def ended(self) -> EventOverlap:
         """CUDA engine: the event of an asynchronous operation whose last call was launched."""
         core, launch = self.core, self.launch
-        core.kept.pop(launch, None)  # the last call's end is that of the first too
-        return EventOverlap(EventHandle._of_call(core, launch, core.idle))
+        held = core.kept.pop(launch, None)  # the last call's end is that of the first too
+        users = None if self.on_comm else held
+        return EventOverlap(EventHandle._of_call(core, launch, core.idle, users, self.stream))
 
     def _finish(self) -> EventOverlap:
         core, launch = self.core, self.launch

@@ -220,11 +220,11 @@ class Order(Ordering):
             event.extra_tensors = event.event._held = self.extra  # whichever of the two the caller keeps
         return event
 
-    def _mark(self, tensors: tuple[OptionalTensor, ...]) -> None:
+    def _keep(self, tensors: tuple[OptionalTensor, ...]) -> None:
         if self.async_finish and avoids_record_stream():
             self.extra = tensors  # the event keeps them, as the variable asks
             return
-        super()._mark(tensors)
+        super()._keep(tensors)
 
 
 class Payload:

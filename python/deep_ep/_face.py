@@ -336,7 +336,8 @@ class Site:
         Args:
             order: its Ordering, within which this runs.
             args: of the site, without the numbers of call_struct.
-            steps, step: of the operation. Between steps its tensors are in `kept`, under the launch of `order`.
+            steps, step: of the operation. Where `order` names no streams, and between steps, its tensors are in `kept`
+                under the launch of `order`.
 
         Returns:
             What `run` returns.
@@ -348,13 +349,14 @@ class Site:
         if last:
             launch.create_event(core.native)
         stream, previous = order.behind()
-        got = self.call(
-            None if steps == 1 else launch, order.users if last else None, *args, stream or 0,
-            launch.event if last else 0, 1, previous or 0,
-        )  # fmt: skip
+        users = order.users if last else None
+        keeper = launch if users is None else None
+        got = self.call(keeper, users, *args, stream or 0, launch.event if last else 0, 1, previous or 0)
         if type(got) is list:
             if step == 1 and got[1] == 0:
                 core.kept.pop(launch, None)
+            else:
+                order.leave()
             raise _noted(core.native.error(got[0]), got)
         return got
 

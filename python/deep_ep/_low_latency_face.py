@@ -1,4 +1,4 @@
-"""The low-latency calls that follow plans: synchronous, in halves, or asynchronous on the CPU engine."""
+"""The low-latency calls that follow plans: synchronous, in halves, or asynchronous."""
 
 from __future__ import annotations
 

@@ -43,6 +43,11 @@ class Stream:
         pass
 
 
+def held_by(event: Any) -> set[int]:
+    """The storages of the tensors that an event keeps."""
+    return storages(event.event._users or ())
+
+
 class NoMemoryError(Exception):
     """What torch's allocator raises in the end."""
 
@@ -130,11 +135,24 @@ def play(version: str, core: Any, recorder: Recorder, calls: Calls, orders: Orde
                 outputs = call(**how)
                 found: dict[str, Any] = {"torch": sorted(set(seen))}
                 used = storages((inputs, outputs))
-                found["untold"] = len({(one, to) for one in used for to in streams} - told)
+                held, own = held_by(outputs[-1]), storages(outputs) - storages(inputs)
+                of_comm = own if CURRENT in streams else set()  # the memory is that stream's own
+                known = told | {(one, COMM) for one in held | of_comm}
+                found["untold"] = len({(one, to) for one in used for to in streams} - known)
                 found["told of others"] = len({to for _, to in told} - streams)
-                outputs[-1].current_stream_wait()
+                found["held"] = bool(held)
+                if turn == 2 and held:  # another stream waits, and then nobody has the event any more
+                    core.raw_stream = functools.partial(operator.index, 0x2000)
+                    outputs[-1].current_stream_wait()
+                    core.raw_stream = functools.partial(operator.index, 0x1000)
+                    found["told late"] = told == set() and held_by(outputs[-1]) == held
+                    del outputs
+                    found["told late"] &= told - {(0, COMM)} == {(one, COMM) for one in held}
+                else:
+                    outputs[-1].current_stream_wait()
+                    found["held on"] = bool(held_by(outputs[-1]))
                 found |= {"trace": recorder.take(), "version": version, "order": order, "call": name, "turn": turn}
-                del outputs, how
+                outputs = how = None
                 print(json.dumps({**found, "kept": len(core.kept)}))
 
 
@@ -167,6 +185,25 @@ def of_v1(buffer: Any, x: Any, rows: Any, idx: Any, weights: Any) -> tuple[Calls
         ),
     }  # fmt: skip
     return calls, orders
+
+
+def of_low_latency(buffer: Any, x: Any, rows: Any, idx: Any, weights: Any) -> tuple[Calls, Orders]:
+    """The low-latency calls of Buffer."""
+    handle = buffer.low_latency_dispatch(x, idx, 16, 4)[2]
+    answers = x.new_zeros(4, 16, 512)
+
+    def dispatch(**how: Any) -> Any:
+        received, count, new, event, _ = buffer.low_latency_dispatch(x, idx, 16, 4, **how)
+        return received, count, new, event
+
+    calls: Calls = {
+        "ll_dispatch": (dispatch, (x, idx)),
+        "ll_combine": (
+            lambda **how: buffer.low_latency_combine(answers, idx, weights, handle, **how)[:2],
+            (answers, idx, weights, handle),
+        ),
+    }
+    return calls, {"asynchronous": lambda: ({"async_finish": True}, {COMM})}
 
 
 def of_v2(buffer: Any, x: Any, rows: Any, idx: Any, weights: Any) -> tuple[Calls, Orders]:
@@ -222,8 +259,10 @@ def main(folder: str) -> None:
     x, idx = torch.zeros(16, 512, dtype=torch.bfloat16), torch.zeros(16, 8, dtype=torch.int64)
     weights, rows = torch.ones(16, 8), (torch.zeros(16, 512, dtype=torch.float8_e4m3fn), torch.ones(16, 4))
     shape: dict[str, Any] = {"num_max_tokens_per_rank": 16, "hidden": 512, "num_topk": 8}
+    region = {"num_rdma_bytes": deep_ep.Buffer.get_low_latency_rdma_size_hint(16, 512, 1, 4), "low_latency_mode": True}
     for version, kind, sizes, of in (
         ("V1", deep_ep.Buffer, {"num_nvl_bytes": 1 << 20}, of_v1),
+        ("V1 low latency", deep_ep.Buffer, region, of_low_latency),
         ("V2", deep_ep.ElasticBuffer, shape, of_v2),
     ):
         where = Path(folder, version)
@@ -235,10 +274,10 @@ def main(folder: str) -> None:
         calls, orders = of(buffer, x, rows, idx, weights)
         play(version, core, recorder, calls, orders)
         record, torch.Tensor.record_stream = torch.Tensor.record_stream, refuse  # type: ignore
-        for name, (call, _) in calls.items():
+        for name, (call, _) in calls.items() if "behind torch" in orders else ():
             recorder.take()
             with contextlib.suppress(NoMemoryError):
-                call(**orders["asynchronous"]()[0])
+                call(**orders["behind torch"]()[0])
                 raise AssertionError("torch's error is lost")
             core.enter()
             told_peers = sum("dispatch # on" in line for line in recorder.take())

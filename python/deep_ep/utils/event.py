@@ -17,8 +17,10 @@ class EventHandle:
     On the CPU engine the current stream is the calling thread, so such a point is already passed.
     """
 
-    __slots__ = ("_core", "_launch", "_home", "_torch", "_held", "__weakref__")
+    __slots__ = ("_core", "_launch", "_home", "_torch", "_held", "_users", "_stream", "__weakref__")
     _held: tuple[Any, ...]  # tensors of the call, if the caller asked for that
+    _users: tuple[Any, ...] | None
+    _stream: int | None
 
     @opaque
     def __init__(self) -> None:
@@ -28,11 +30,23 @@ class EventHandle:
         self._torch = _torch.recorded_event()
 
     @classmethod
-    def _of_call(cls, core: Any, launch: Any, home: list[Any]) -> EventHandle:
-        """The end of a call; `home` takes back its launch."""
+    def _of_call(
+        cls, core: Any, launch: Any, home: list[Any], users: tuple[Any, ...] | None = None, stream: int | None = None
+    ) -> EventHandle:
+        """The end of a call.
+
+        Args:
+            core: of the buffer.
+            launch, home: the call's launch, and who takes it back.
+            users: CUDA: tensors of memory that belongs to a stream and that the communication stream uses. They live
+                until that stream waits for this point. Torch's allocator is told of them only if it never does:
+                record_stream gives up the interpreter's lock, and costs each tensor an event when it is freed.
+            stream: its address.
+        """
         handle = cls.__new__(cls)
         handle._torch, handle._core, handle._home = None, core, home
         handle._launch = launch
+        handle._users, handle._stream = users, stream
         return handle
 
     @opaque
@@ -43,13 +57,20 @@ class EventHandle:
             DeepEPError: the call that this point ends failed.
         """
         if self._launch is not None:
-            self._core.current_stream_wait(self._launch)
+            waits = self._core.current_stream_wait(self._launch)
+            if self._users is not None and waits == self._stream:
+                self._users = None  # what is freed now is used again behind the wait
         elif self._torch is not None:
-            self._torch.wait()
+            _torch.wait_for(self._torch)
 
     def __del__(self) -> None:
         if getattr(self, "_launch", None) is not None:
-            self._core.give_launch(self._launch, self._home)
+            try:
+                users = getattr(self, "_users", None)
+                if users is not None:
+                    self._core.record_on_comm_stream(users)
+            finally:
+                self._core.give_launch(self._launch, self._home)
 
 
 class EventOverlap:
