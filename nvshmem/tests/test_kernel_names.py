@@ -84,3 +84,14 @@ def test_notify_stands_beside_the_dispatch_whose_counts_it_exchanges() -> None:
     for library, kernel in (("libdeepep_cuda.so", NOTIFY[0]), ("libdeepep_nvshmem.so", NOTIFY[1])):
         name = next(name for name in kernels(library) if function(name) == kernel)
         assert "notify" in name[:SHOWN] and "::dispatch" not in name and "::combine" not in name
+
+
+@pytest.mark.parametrize("folder", ["nvshmem", "kernels/cuda"])
+def test_launches_call_no_function_of_the_device(folder: str) -> None:
+    """nvcc gives the host a body for functions of the device that ends the process; in templates it does not warn."""
+    files = (LIB.parent / "obj" / folder).rglob("*.o")
+    objects = {file.stem: file for file in files if "tests" not in file.parts}
+    assert "normal" in objects
+    for name in objects.keys() - {"attach", "transport"}:  # in these NVSHMEM's headers do so
+        symbols = subprocess.run(["nm", objects[name]], check=True, capture_output=True, text=True).stdout
+        assert not re.search(r" U (_?exit|abort)\b", symbols), f"{objects[name]} ends the process"

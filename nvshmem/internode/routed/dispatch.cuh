@@ -24,7 +24,7 @@ struct RoutedWords {
         end(scales + d.num_scales) {}
 };
 template <bool kExpand>
-__device__ inline uint32_t words_bytes(const RoutedDispatchParams<kExpand> &p) {
+__host__ __device__ inline uint32_t words_bytes(const RoutedDispatchParams<kExpand> &p) {
   return 4u * RoutedWords<kExpand>(p.d, p.internode.num_peers).end;
 }
 
