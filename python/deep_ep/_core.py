@@ -331,8 +331,8 @@ class Ordering:
     """How one operation is ordered among streams, and what it keeps alive."""
 
     __slots__ = (
-        *("core", "async_finish", "previous", "on_comm", "stream", "struct", "launch", "begun", "given_back"),
-        *("context", "users"),
+        *("core", "async_finish", "previous", "on_comm", "stream", "caller", "struct", "launch", "begun"),
+        *("given_back", "context", "users"),
     )
 
     def __init__(
@@ -351,7 +351,7 @@ class Ordering:
         self.on_comm = not core.host_stream and self.previous is not None
         self.launch = core.take_launch()
         self.begun = self.given_back = False
-        self.stream = core.current_stream()
+        self.stream = self.caller = core.current_stream()
         self.struct = _abi.sized(_abi.Call)
         self.users: tuple[Any, ...] | None = None
         self.context: Any = _torch.stream_context(core.comm_stream) if self.on_comm else contextlib.nullcontext()
@@ -445,15 +445,15 @@ class Ordering:
         if previous._launch is not None:
             return self.stream, previous._launch.event
         if not core.host_stream:  # the library knows no torch event: the call follows what follows it
-            core.comm_stream.wait_event(previous._torch)
+            _torch.wait_for(previous._torch, core.comm_stream)
             self.stream = core.comm_stream_address
         return self.stream, None
 
-    def streams(self) -> tuple[Any, Any] | None:
-        """CUDA engine: the streams that use the call's tensors, where its outputs have the communication stream's
-        memory; None: all the memory is the caller's stream's. First the stream of the outputs."""
-        core = self.core
-        return (core.comm_stream, core.torch_current_stream()) if self.on_comm else None
+    def made_on_comm(self, output: OptionalTensor) -> None:
+        """CUDA engine: torch's allocator learns that the caller's stream uses an output, where it is in the
+        communication stream's memory."""
+        if output is not None and self.users is not None:
+            output.record_stream(self.users[0])
 
     def append(self, event: EventOverlap, work: Callable[[], None]) -> None:
         """Runs torch calls behind the ended operation, and has `event`, which `last` returned, stand for them too.
@@ -473,25 +473,24 @@ class Ordering:
     def _keep(self, tensors: Held) -> None:
         """CUDA engine: torch's allocator learns, before the launch, which tensors another stream than theirs uses.
 
-        Where all are of the caller's stream, an asynchronous call's event has them until that stream waits for it, and
-        behind a synchronous one the stream waits at once.
+        An asynchronous call's event has them until the caller's stream waits for it; behind a synchronous one it waits
+        at once. Outputs in the communication stream's memory live on, and the caller's stream uses them.
         """
-        streams = self.streams()
-        if streams is None:
-            if self.async_finish:
-                self.core.kept[self.launch] = tensors
-            return
-        for tensor in tensors:
-            if tensor is not None:
-                for stream in streams:
-                    tensor.record_stream(stream)
+        core = self.core
+        if self.async_finish:
+            core.kept[self.launch] = tensors
+        if self.on_comm:
+            streams = core.comm_stream, core.torch_current_stream()  # inputs and outputs are not told apart here
+            for tensor in tensors:
+                if tensor is not None:
+                    for stream in streams:
+                        tensor.record_stream(stream)
 
     def ended(self) -> EventOverlap:
         """CUDA engine: the event of an asynchronous operation whose last call was launched."""
         core, launch = self.core, self.launch
         held = core.kept.pop(launch, None)  # the last call's end is that of the first too
-        users = None if self.on_comm else held
-        return EventOverlap(EventHandle._of_call(core, launch, core.idle, users, self.stream))
+        return EventOverlap(EventHandle._of_call(core, launch, core.idle, held, self.caller))
 
     def _finish(self) -> EventOverlap:
         core, launch = self.core, self.launch
@@ -521,7 +520,7 @@ def call_in_order(call: Callable[..., Any], order: Ordering | None, *args: Any) 
     """`call(order, *args)` of the compiled face; outputs of an asynchronous call are made in its context."""
     if order is None:
         return call(None, *args)
-    order.users = order.streams()
+    order.users = (order.core.torch_current_stream(),) if order.on_comm else None
     with order.context:
         return call(order, *args)
 

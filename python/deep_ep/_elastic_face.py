@@ -124,6 +124,8 @@ class ElasticFace:
     ) -> tuple[Any, ...]:
         """The second step: recv_src_metadata, recv_x, its scales, topk_idx, topk_weights."""
         given, segment, offset = self._mode.rows_for(inputs[X], rows)
+        if order is not None:
+            order.made_on_comm(given)
         args = (
             *inputs, *made, given, *kind.scalars, tokens, rows, token, exchange, segment, offset, scale_column(rows),
             ctypes.addressof(kind.config),
@@ -144,6 +146,8 @@ class ElasticFace:
     def _worst_case(self, inputs: Inputs, kind: Kind, order: Order | None) -> Dispatched | Missing | None:
         rows = kind.shape.worst_rows()
         given, segment, offset = self._mode.rows_for(inputs[X], rows)
+        if order is not None:
+            order.made_on_comm(given)
         launch = self._core.take_launch_with_event() if order is None else order.launch
         args = (*inputs, given, *kind.scalars, kind.copies_topk, segment, offset, ctypes.addressof(kind.config))
         try:
@@ -212,6 +216,8 @@ class ElasticFace:
             return None
         held = _of_handle(handle)
         given, segment, offset = self._mode.rows_for(x, rows)
+        if order is not None:
+            order.made_on_comm(given)
         args = (
             x, scales, topk_weights, given, *held, expand, *chosen, rows,
             getattr(handle.token_metadata_at_forward, EXCHANGE, 0), segment, offset, scale_column(rows),

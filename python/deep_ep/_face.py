@@ -336,8 +336,7 @@ class Site:
         Args:
             order: its Ordering, within which this runs.
             args: of the site, without the numbers of call_struct.
-            steps, step: of the operation. Where `order` names no streams, and between steps, its tensors are in `kept`
-                under the launch of `order`.
+            steps, step: of the operation, whose tensors are in `kept`, under the launch of `order`.
 
         Returns:
             What `run` returns.
@@ -349,9 +348,7 @@ class Site:
         if last:
             launch.create_event(core.native)
         stream, previous = order.behind()
-        users = order.users if last else None
-        keeper = launch if users is None else None
-        got = self.call(keeper, users, *args, stream or 0, launch.event if last else 0, 1, previous or 0)
+        got = self.call(launch, order.users, *args, stream or 0, launch.event if last else 0, 1, previous or 0)
         if type(got) is list:
             if step == 1 and got[1] == 0:
                 core.kept.pop(launch, None)

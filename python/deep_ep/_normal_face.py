@@ -134,6 +134,8 @@ class NormalFace:
     ) -> tuple[Tensor, OptionalTensor, OptionalTensor, OptionalTensor, Tensor]:
         """The second step: recv_x, scales, topk_idx, topk_weights, recv_src_idx."""
         given, segment, offset = self._rows_for(inputs[X], rows)
+        if order is not None:
+            order.made_on_comm(given)
         for _ in range(3):
             args = (*inputs, matrix, head, given, rows, token, exchange, segment, offset, config)
             if order is None:
@@ -153,6 +155,8 @@ class NormalFace:
         self, inputs: tuple[Any, ...], alignment: object, worst: int, config: int, order: Ordering | None
     ) -> Any:
         given, segment, offset = self._rows_for(inputs[X], worst)
+        if order is not None:
+            order.made_on_comm(given)
         args = (*inputs, given, alignment, worst, segment, offset, config)
         launch = self._core.take_launch_with_event() if order is None else order.launch
         try:
@@ -177,6 +181,8 @@ class NormalFace:
         if type(source) is not Tensor or source.dim() != 1:
             return None
         given, segment, offset = self._rows_for(x, source.shape[0])
+        if order is not None:
+            order.made_on_comm(given)
         exchange = getattr(matrix, EXCHANGE, 0)
         args = (x, scales, matrix, head, source, given, exchange, segment, offset, config)
         if order is None:

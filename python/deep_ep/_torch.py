@@ -168,18 +168,18 @@ def add_where_not_negative(indices: torch.Tensor, number: int) -> None:
     indices.add_(indices.ge(0).to(indices.dtype), alpha=number)
 
 
-def recorded_event() -> torch.cuda.Event | None:
+def recorded_event() -> Any:
     """A torch event at the end of the current CUDA stream; None where there is no GPU in use."""
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return None
-    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event = torch._C._CudaEventBase()  # torch.cuda.Event adds Python code to each of its methods
     event.record(torch_stream(None))
     return event
 
 
-def wait_for(event: torch.cuda.Event) -> None:
-    """The caller's current stream waits for an event."""
-    event.wait(torch_stream(None))
+def wait_for(event: Any, stream: Any = None) -> None:
+    """A stream waits for such an event; None: the caller's current one."""
+    event.wait(torch_stream(None) if stream is None else stream)
 
 
 def copy(target: torch.Tensor, source: torch.Tensor) -> None:

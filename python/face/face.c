@@ -384,11 +384,11 @@ static int keep(const Site *site, PyObject *launch, const Given *given, PyObject
   return !failed;
 }
 
-/* Torch's allocator learns which streams, from `first` on, use a tensor. 0, with Python's error set: it does not. */
-static int record_streams(PyObject *tensor, PyObject *streams, Py_ssize_t first) {
+/* Torch's allocator learns which streams use a tensor. 0, with Python's error set: it does not. */
+static int record_streams(PyObject *tensor, PyObject *streams) {
   Py_ssize_t i;
   if (tensor == Py_None) return 1;
-  for (i = first; i < PyTuple_Size(streams); i++) {
+  for (i = 0; i < PyTuple_Size(streams); i++) {
     PyObject *done = PyObject_CallMethodObjArgs(tensor, name_record_stream, PyTuple_GetItem(streams, i), NULL);
     if (done == NULL) return 0;
     Py_DECREF(done);
@@ -396,16 +396,13 @@ static int record_streams(PyObject *tensor, PyObject *streams, Py_ssize_t first)
   return 1;
 }
 
-/* All tensors of a call, each storage that is made here once: it belongs to the first stream. */
-static int record_all(const Site *site, PyObject *streams, const Given *given, const Output *described,
-                      PyObject *const *outputs, int num_outputs) {
+/* Each storage that is made here once. */
+static int record_all(PyObject *streams, const Output *described, PyObject *const *outputs, int num_outputs) {
   int i, slabs = 0; /* a bit for each that was recorded */
-  for (i = 0; i < site->num_tensors; i++)
-    if (!record_streams(given->objects[i], streams, 0)) return 0;
   for (i = 0; i < num_outputs; i++) {
     int slab = described[i].base <= kFirstSlab ? 1 << (kFirstSlab - described[i].base) : 0;
     if (described[i].base >= 0 || (slab & slabs)) continue;
-    if (!record_streams(outputs[i], streams, 1)) return 0;
+    if (!record_streams(outputs[i], streams)) return 0;
     slabs |= slab;
   }
   return 1;
@@ -470,7 +467,7 @@ static PyObject *follow(const Site *site, PyObject *launch, PyObject *streams, c
   num_calls = next(&r);
   num_reads = r.at[num_calls * 4];
   result = PyTuple_New((Py_ssize_t)(num_reads + num_outputs));
-  if (result == NULL || (streams != Py_None && !record_all(site, streams, given, described, outputs, made)) ||
+  if (result == NULL || (streams != Py_None && !record_all(streams, described, outputs, made)) ||
       (launch != Py_None && !keep(site, launch, given, outputs, made))) {
     Py_XDECREF(result);
     drop(outputs, made);
@@ -507,7 +504,7 @@ static PyObject *follow(const Site *site, PyObject *launch, PyObject *streams, c
 /* call(launch, streams, tensors..., scalars..., numbers...): a tuple of what was read and made; a list
  * [status, call, first number read] if the library refused; the key as bytes if there is no plan of it; None if the
  * call is not for this module. `launch`: under which the tensors are kept, or None; `streams`: a tuple of those that
- * use the tensors, first the one whose memory the outputs have, or None. */
+ * use the outputs beside their own, or None. */
 static PyObject *site_call(PyObject *self, PyObject *const *args, Py_ssize_t num_args) {
   Site *site = (Site *)self;
   PyObject *plan, *name, *result = NULL, *modes = NULL, *inference = NULL;

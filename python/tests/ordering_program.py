@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 COMM, CURRENT = "communication", "current"
+REFUSALS = 4
 seen: list[str] = []  # of torch's stand-ins
 told: set[tuple[int, str]] = set()  # storages and streams
 
@@ -33,14 +34,18 @@ class Stream:
     def __init__(self, name: str) -> None:
         self.name = name
 
-    def wait_event(self, event: object) -> None:
-        seen.append(f"{self.name} waits for {event}")
-
     def __enter__(self) -> None:
         seen.append(f"in {self.name}")
 
     def __exit__(self, *_: object) -> None:
         pass
+
+
+class Event:
+    """Stands for an event that torch recorded."""
+
+    def wait(self, stream: Stream) -> None:
+        seen.append(f"{stream.name} waits for torch's event")
 
 
 def held_by(event: Any) -> set[int]:
@@ -52,9 +57,15 @@ class NoMemoryError(Exception):
     """What torch's allocator raises in the end."""
 
 
-def refuse(tensor: object, stream: object) -> None:
-    """Stands for a record_stream that fails."""
-    raise NoMemoryError
+def refuse_after(number: int) -> Callable[[Any, Any], None]:
+    """Stands for a record_stream that fails after so many times."""
+    left = iter(range(number))
+
+    def record(tensor: object, stream: object) -> None:
+        if next(left, None) is None:
+            raise NoMemoryError
+
+    return record
 
 
 def count_taken() -> list[int]:
@@ -93,7 +104,7 @@ def without_numbers(trace: str) -> list[str]:
         ages = {
             event: recorded[::-1].index(event) if event in recorded else -1 for event in re.findall(r"\be\d+", line)
         }
-        lines.append(re.sub(r"#\d+", "#", re.sub(r"\be\d+", lambda one: f"e<{ages[one[0]]}>", line)))  # noqa: B023
+        lines.append(re.sub(r"([#x])[+]?\d+", r"\1", re.sub(r"\be\d+", lambda one: f"e<{ages[one[0]]}>", line)))  # noqa: B023
         recorded += re.findall(r"record (e\d+)", line)
     return lines
 
@@ -136,18 +147,17 @@ def play(version: str, core: Any, recorder: Recorder, calls: Calls, orders: Orde
                 found: dict[str, Any] = {"torch": sorted(set(seen))}
                 used = storages((inputs, outputs))
                 held, own = held_by(outputs[-1]), storages(outputs) - storages(inputs)
-                of_comm = own if CURRENT in streams else set()  # the memory is that stream's own
-                known = told | {(one, COMM) for one in held | of_comm}
-                found["untold"] = len({(one, to) for one in used for to in streams} - known)
+                users = {(one, COMM) for one in used} | {(one, CURRENT) for one in own if CURRENT in streams}
+                found["untold"] = len(users - told - {(one, COMM) for one in held})
                 found["told of others"] = len({to for _, to in told} - streams)
                 found["held"] = bool(held)
                 if turn == 2 and held:  # another stream waits, and then nobody has the event any more
                     core.raw_stream = functools.partial(operator.index, 0x2000)
                     outputs[-1].current_stream_wait()
                     core.raw_stream = functools.partial(operator.index, 0x1000)
-                    found["told late"] = told == set() and held_by(outputs[-1]) == held
+                    found["told late"] = held_by(outputs[-1]) == held
                     del outputs
-                    found["told late"] &= told - {(0, COMM)} == {(one, COMM) for one in held}
+                    found["told late"] &= {(one, COMM) for one in held} <= told
                 else:
                     outputs[-1].current_stream_wait()
                     found["held on"] = bool(held_by(outputs[-1]))
@@ -241,7 +251,7 @@ def event_of_torch() -> Any:
     from deep_ep.utils import EventHandle, EventOverlap
 
     event = EventHandle()
-    event._torch = "torch's event"  # type: ignore[assignment]
+    event._torch = Event()
     return EventOverlap(event)
 
 
@@ -273,15 +283,20 @@ def main(folder: str) -> None:
         as_on_gpus(core)
         calls, orders = of(buffer, x, rows, idx, weights)
         play(version, core, recorder, calls, orders)
-        record, torch.Tensor.record_stream = torch.Tensor.record_stream, refuse  # type: ignore
+        record = torch.Tensor.record_stream
         for name, (call, _) in calls.items() if "behind torch" in orders else ():
-            recorder.take()
-            with contextlib.suppress(NoMemoryError):
-                call(**orders["behind torch"]()[0])
-                raise AssertionError("torch's error is lost")
-            core.enter()
-            told_peers = sum("dispatch # on" in line for line in recorder.take())
-            print(json.dumps({"cut short": f"{version} {name}", "kept": len(core.kept), "dispatches": told_peers}))
+            for number in range(REFUSALS):
+                recorder.take()
+                torch.Tensor.record_stream = refuse_after(number)  # type: ignore
+                line = {"cut short": f"{version} {name}", "number": number, "raised": True}
+                with contextlib.suppress(NoMemoryError):
+                    call(**orders["behind torch"]()[0])
+                    line["raised"] = False
+                core.enter()
+                trace = recorder.take()
+                for what in ("notify", "dispatch"):
+                    line[what] = sum(one.startswith(f"{what} # on") for one in trace)
+                print(json.dumps({**line, "kept": len(core.kept)}))
         torch.Tensor.record_stream = record  # type: ignore
         buffer.destroy()
     print(json.dumps({"through the face": sum(taken)}))

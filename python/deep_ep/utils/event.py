@@ -38,10 +38,10 @@ class EventHandle:
         Args:
             core: of the buffer.
             launch, home: the call's launch, and who takes it back.
-            users: CUDA: tensors of memory that belongs to a stream and that the communication stream uses. They live
-                until that stream waits for this point. Torch's allocator is told of them only if it never does:
-                record_stream gives up the interpreter's lock, and costs each tensor an event when it is freed.
-            stream: its address.
+            users: CUDA: tensors that the communication stream uses. They live until the stream to whom their memory
+                belongs waits for this point. Torch's allocator is told of them only if it never does: record_stream
+                gives up the interpreter's lock, and costs each tensor an event when it is freed.
+            stream: the address of that stream, the caller's.
         """
         handle = cls.__new__(cls)
         handle._torch, handle._core, handle._home = None, core, home
