@@ -24,8 +24,8 @@ export DEEPEP_TIMEOUT_MS=8000 DEEPEP_FIRST_TIMEOUT_MS=12000 PYTHONUNBUFFERED=1
 export DEEPEP_TEST_DEVICE=cuda DEEPEP_TEST_NODES=$ranks PYTHONDONTWRITEBYTECODE=1
 export CUDA_VISIBLE_DEVICES=${CUDA_VISIBLE_DEVICES:-$(seq -s, 0 $((shared ? 0 : ranks - 1)))}
 failed=0
-if ((shared)); then # each rank has its part of the SMs, so that ranks which wait for each other run together
-	export CUDA_MPS_PIPE_DIRECTORY=$(mktemp -d) CUDA_MPS_LOG_DIRECTORY=$out CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=$((100 / ranks)) DEEPEP_TEST_RANKS=$ranks
+if ((shared)); then # the library gives each rank its part of the SMs, so that ranks which wait for each other run together
+	export CUDA_MPS_PIPE_DIRECTORY=$(mktemp -d) CUDA_MPS_LOG_DIRECTORY=$out DEEPEP_TEST_RANKS=$ranks
 	nvidia-cuda-mps-control -d || exit 2
 	trap 'echo quit | nvidia-cuda-mps-control' EXIT
 fi
