@@ -149,7 +149,6 @@ const (
 	CapRoutedNodes  = 64  // teams that span nodes take calls with a routing
 	CapRoutedShrink = 128 // teams that shrink, on one node, take calls with a routing
 	CapLLCopy       = 256 // DK_TEAM_LL_COPY changes how rows cross
-	CapShrinkNodes  = 512 // normal mode of teams that shrink and span nodes goes on without lost ranks
 )
 
 // How memory is shared among processes.
