@@ -310,18 +310,25 @@ class Site:
         return got
 
     def start(self, *args: Any) -> tuple[Any, EventOverlap | None]:
-        """CPU engine: makes an asynchronous call. Returns what `run` returns, and the event if it was launched."""
+        """Makes an asynchronous call that needs no Ordering: without a previous event, and of one step.
+
+        Returns:
+            What `run` returns, and the event if it was launched.
+        """
         core = self._core
-        launch = core.take_launch_with_event()
+        launch = core.take_launch()
+        launch.create_event(core.native)
+        stream = core.raw_stream()  # 0 on the CPU engine
         try:
             launch.left = False
-            got = self.call(launch, None, *args, 0, launch.event, 1, 0)
+            got = self.call(launch, None, *args, stream, launch.event, 1, 0)
             if type(got) is list:
                 error = core.native.error(got[0])
                 core.kept.pop(launch, None)
                 raise error
             if type(got) is tuple:
-                event = EventOverlap(EventHandle._of_call(core, launch, core.idle))
+                users = None if core.host_stream else core.kept.pop(launch, None)
+                event = EventOverlap(EventHandle._of_call(core, launch, core.idle, users, stream or None))
                 launch.left = True
                 return got, event
         except BaseException:

@@ -9,7 +9,6 @@ from typing import Any
 
 from . import _abi, _torch, errors
 from ._core import Core, Held, Ordering
-from ._face import Site
 from ._low_latency_face import NUM_ENTRIES, LowLatencyFace
 from ._low_latency_plan import (
     COMBINE_ADDRESSES,
@@ -93,7 +92,7 @@ class LowLatencyMode:
                     use_ue8m0, return_recv_hook,
                 )  # fmt: skip
                 if async_finish:
-                    got, event = self._start(face.dispatch, given)
+                    got, event = face.dispatch.start(*given)
                 elif core.host_stream:
                     got = face.dispatch.run(core.take_launch_with_event(), *given)
                 else:
@@ -243,7 +242,7 @@ class LowLatencyMode:
                     bound, hidden, num_experts, use_logfmt, zero_copy, unreduced, return_recv_hook,
                 )  # fmt: skip
                 if async_finish:
-                    got, event = self._start(face.combine, given)
+                    got, event = face.combine.start(*given)
                 elif core.host_stream:
                     got = face.combine.run(core.take_launch_with_event(), *given)
                 else:
@@ -428,17 +427,6 @@ class LowLatencyMode:
         if async_finish is False:
             return return_recv_hook is False or return_recv_hook is True
         return async_finish is True and return_recv_hook is False
-
-    def _start(self, site: Site, given: tuple[Any, ...]) -> tuple[Any, EventOverlap | None]:
-        """An asynchronous call of the compiled face: what Site.run returns, and the event if it was launched."""
-        if self._core.host_stream:
-            return site.start(*given)
-        order = Ordering(self._core, None, True, False)
-        got = site.run_behind(order, *given)
-        if type(got) is tuple:
-            return got, order.ended()
-        self._core.idle.append(order.launch)
-        return got, None
 
     def _opened_face(self) -> LowLatencyFace | None:
         if self._face is None and self._has_face:
