@@ -67,6 +67,15 @@ def as_on_gpus(buffer: Any) -> None:
     _torch.is_capturing = bool
 
 
+def waited(call: Callable[..., Any], at: int = -1, **options: Any) -> Callable[[], None]:
+    """An asynchronous call and the wait of the caller's stream for its event, the result's entry `at`."""
+
+    def both() -> None:
+        call(**options)[at].current_stream_wait()
+
+    return both
+
+
 def elastic_cases_of(folder: str) -> dict[str, Callable[[], Any]]:
     """V2's calls, as training and prefill make them, on a buffer of one rank that lives as long as they."""
     import torch
@@ -91,9 +100,9 @@ def elastic_cases_of(folder: str) -> dict[str, Callable[[], Any]]:
             f"V2 dispatch without CPU sync, {layout}": functools.partial(fresh, do_cpu_sync=False),
             f"V2 dispatch with a handle, {layout}": functools.partial(dispatch, handle=handle),
             f"V2 combine, {layout}": functools.partial(buffer.combine, received, handle, received_weights),
-            f"V2 dispatch, async, {layout}": functools.partial(fresh, async_with_compute_stream=True),
-            f"V2 combine, async, {layout}": functools.partial(
-                buffer.combine, received, handle, received_weights, async_with_compute_stream=True
+            f"V2 dispatch, async, {layout}": waited(fresh, async_with_compute_stream=True),
+            f"V2 combine, async, {layout}": waited(
+                functools.partial(buffer.combine, received, handle, received_weights), async_with_compute_stream=True
             ),
         }
     return cases
@@ -122,11 +131,13 @@ def normal_cases_of(buffer: Any) -> dict[str, Callable[[], Any]]:
         "dispatch, cached handle": lambda: buffer.dispatch(x, handle=handle),
         "combine": lambda: buffer.combine(received, handle),
         "combine with weights": lambda: buffer.combine(received, handle, received_weights),
-        "layout, async": lambda: buffer.get_dispatch_layout(idx, EXPERTS, async_finish=True),
-        "dispatch, async": functools.partial(dispatch, async_finish=True),
-        "dispatch, num_worst_tokens, async": functools.partial(dispatch, num_worst_tokens=TOKENS, async_finish=True),
-        "dispatch, cached handle, async": lambda: buffer.dispatch(x, handle=handle, async_finish=True),
-        "combine, async": lambda: buffer.combine(received, handle, async_finish=True),
+        "layout, async": waited(functools.partial(buffer.get_dispatch_layout, idx, EXPERTS), async_finish=True),
+        "dispatch, async": waited(dispatch, async_finish=True),
+        "dispatch, num_worst_tokens, async": waited(dispatch, num_worst_tokens=TOKENS, async_finish=True),
+        "dispatch, cached handle, async": waited(
+            functools.partial(buffer.dispatch, x, handle=handle), async_finish=True
+        ),
+        "combine, async": waited(functools.partial(buffer.combine, received, handle), async_finish=True),
     }
 
 
@@ -149,9 +160,11 @@ def cases_of(buffer: Any) -> dict[str, Callable[[], Any]]:
     return {
         "low-latency dispatch": dispatch,
         "ll dispatch, weights sent along": functools.partial(dispatch, topk_weights=weights),
+        "ll dispatch, async": waited(dispatch, at=3, async_finish=True),
         "ll dispatch, hook": lambda: dispatch(return_recv_hook=True)[4](),
         "low-latency combine": combine,
         "ll combine into out": functools.partial(combine, out=out),
+        "ll combine, async": waited(combine, at=1, async_finish=True),
         "ll combine, hook": lambda: combine(return_recv_hook=True)[2](),
         "new_empty alone": lambda: x.new_empty(TOKENS, HIDDEN),
     }
