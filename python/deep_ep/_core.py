@@ -327,6 +327,9 @@ class Core:
         Ordering(self, None, False, False).last(function, *values, held=held)
 
 
+_NO_CONTEXT = contextlib.nullcontext()
+
+
 class Ordering:
     """How one operation is ordered among streams, and what it keeps alive."""
 
@@ -352,9 +355,9 @@ class Ordering:
         self.launch = core.take_launch()
         self.begun = self.given_back = False
         self.stream = self.caller = core.current_stream()
-        self.struct = _abi.sized(_abi.Call)
+        self.struct: Any = None  # a deepep_call, for calls that do not go through the compiled face
         self.users: tuple[Any, ...] | None = None
-        self.context: Any = _torch.stream_context(core.comm_stream) if self.on_comm else contextlib.nullcontext()
+        self.context: Any = _torch.stream_context(core.comm_stream) if self.on_comm else _NO_CONTEXT
 
     def first(self, function: Any, args: Any, *after: Any, config: Any, held: Held) -> None:
         """Launches a call that does not end the operation; for every exception from here on: leave().
@@ -424,7 +427,10 @@ class Ordering:
 
     def _call(self, config: Any, last: bool) -> Any:
         """The deepep_call of the next library call; `last`: its end is the end of the whole operation."""
-        struct, core = self.struct, self.core
+        core = self.core
+        if self.struct is None:
+            self.struct = _abi.sized(_abi.Call)
+        struct = self.struct
         struct.config = ctypes.addressof(config) if config is not None else None
         struct.stream, struct.previous_event = self.behind()
         struct.event = None
