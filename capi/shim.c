@@ -63,7 +63,23 @@ static void look_at_signal_stack(void) {
   }
 }
 
+/* The host's signals are for the host's threads: one that waits for them (sigwait), or a handler that would find a
+ * goroutine's small stack. All threads of the Go runtime have the mask of the thread that starts it, which is the one
+ * that opens this library: it blocks what is not the runtime's own (SIGURG) or a fault of the thread, from before the
+ * runtime's constructor until after it. */
+static sigset_t mask_of_opener;
+
+__attribute__((constructor(101))) static void block_signals(void) {
+  static const int open_signals[] = {SIGURG, SIGILL, SIGTRAP, SIGABRT, SIGBUS, SIGFPE, SIGSEGV, SIGSYS};
+  sigset_t blocked;
+  size_t i;
+  sigfillset(&blocked);
+  for (i = 0; i < sizeof open_signals / sizeof *open_signals; i++) sigdelset(&blocked, open_signals[i]);
+  pthread_sigmask(SIG_BLOCK, &blocked, &mask_of_opener);
+}
+
 __attribute__((constructor)) static void prepare(void) {
+  pthread_sigmask(SIG_SETMASK, &mask_of_opener, NULL);
   pthread_key_create(&error_key, free_error);
   pthread_key_create(&signal_stack_key, free_signal_stack);
   pthread_atfork(NULL, NULL, mark_forked);

@@ -333,3 +333,12 @@ def test_small_signal_stack(device, tmp_path):
         capture_output=True, text=True, timeout=60, env={**os.environ, "GOGC": "1"},
     )  # fmt: skip
     assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr[-600:]
+
+
+def test_signals_are_for_the_host(device, tmp_path):
+    """A signal that a host waits for (sigwait), or handles, does not come to a thread of the library."""
+    if device != "cpu":
+        pytest.skip("the host code is the same")
+    program = os.path.join(os.path.dirname(__file__), "signal_mask_program.py")
+    done = subprocess.run([sys.executable, program, str(tmp_path)], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr[-600:]
