@@ -51,6 +51,7 @@ class Core:
         self.is_ready = False
         self._unfinished: tuple[Callable[[], None], bool, bool] | None = None  # see _carry_out
         self.compiled = True  # calls may go through the compiled face; asked at the first one of a mode
+        self._stream_wait: Any = None  # deepep_event_stream_wait
         self.kept: dict[Launch, Held] = {}
         self.idle: list[Launch] = []
         self._zero_copy_bytes = zero_copy_bytes  # None: as the settings say
@@ -235,13 +236,15 @@ class Core:
         launch.left = False
         return launch
 
-    def take_launch_with_event(self) -> Launch | None:
-        """CPU engine: a launch with an event. None on CUDA: for a synchronous call the caller's stream orders all."""
-        if not self.host_stream:
-            return None
+    def launch_with_event(self) -> Launch:
+        """The same, with an event."""
         launch = self.take_launch()
         launch.create_event(self.native)
         return launch
+
+    def take_launch_with_event(self) -> Launch | None:
+        """CPU engine: a launch with an event. None on CUDA: for a synchronous call the caller's stream orders all."""
+        return self.launch_with_event() if self.host_stream else None
 
     def let_go(self, launch: Launch) -> None:
         """Takes a launch out of `kept`: the library is through with its tensors."""
@@ -303,8 +306,14 @@ class Core:
             self.native.wait_event(launch.event)
             self.let_go(launch)
             return None
-        lib, stream = self.native.lib, self.current_stream()
-        lib.check(lib.with_gil.deepep_event_stream_wait(launch.event, stream))
+        if self._stream_wait is None:
+            from . import _face  # which has this module's classes
+
+            self._stream_wait = _face.waiter(self.native.lib.with_gil)
+        stream = self.raw_stream() or None
+        status = self._stream_wait(launch.event, stream)
+        if status:
+            raise self.native.error(status)
         return stream
 
     def record_on_comm_stream(self, tensors: Held) -> None:

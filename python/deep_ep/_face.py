@@ -22,7 +22,7 @@ from ._lib import library
 from ._native import Launch
 from ._torch import DType
 from .errors import DeepEPError, value_error
-from .utils.event import EventHandle, EventOverlap
+from .utils.event import EventHandle
 
 SETTING = "DEEPEP_TORCH_FACE"
 FILE = "deepep_torch.abi3.so"
@@ -31,6 +31,7 @@ MAX_PLANS = 1024  # of a kind of call
 Source = tuple[int, int, int]  # where a number comes from: one of the kinds below, and what that needs
 _CONSTANT, _SIZE, _NUMBER, _STRIDE, _ADDRESS, _OUTPUT, _BLOB = range(7)
 _STRUCTS = -1  # among the places to read
+_ENTRY, _GIVEN, _THING, _NEW, _HOOK, _TUPLE = range(6)  # steps of a shape
 ALONE, HANDLE, DATA = -1, -2, -3  # outputs that share an allocation: none; what lives as long as a handle, as rows
 
 
@@ -62,6 +63,40 @@ def address(tensor: int) -> Source:
 def output(index: int) -> Source:
     """The address of an output; 0 for None."""
     return _OUTPUT, index, 0
+
+
+class Entry(int):
+    """In the shape of results: so many-th of what was read and made."""
+
+
+class Given(int):
+    """In the shape of results: so many-th tensor of the call."""
+
+
+class New:
+    """In the shape of results: a new object of a class, as its __new__ leaves it."""
+
+    def __init__(self, kind: type) -> None:
+        self.kind = kind
+
+
+class SecondHalf:
+    """In the shape of results: a hook that makes the call again with the structs as it has left them.
+
+    Its plan reads them first (Program.read_structs), of which the struct of the arguments is the first.
+    """
+
+    def __init__(self, owner: Any, function: Any, receives: int, second: int) -> None:
+        """For a call that is one of two halves.
+
+        Args:
+            owner: `refuse(status)` raises for a status that is not OK, and for None: the hook was called before.
+                Without a function `run(structs, held)` makes the call.
+            function: of the C API, or None.
+            receives: the first 8 bytes of the arguments then.
+            second: where the deepep_call lies.
+        """
+        self.constants = owner, 0 if function is None else address_of(function), receives, second
 
 
 @functools.cache
@@ -129,6 +164,12 @@ def row_placer(lib: Any, segment: int, device: int, pool: Any, routing: Any) -> 
     return functools.partial(module.place_rows, *addresses, segment, *routing, device, pool)
 
 
+def waiter(lib: Any) -> Any:
+    """deepep_event_stream_wait, as a function of an event's and a stream's address (or None)."""
+    function, module = lib.deepep_event_stream_wait, load()
+    return function if module is None else functools.partial(module.stream_wait, address_of(function))
+
+
 def address_of(function: Any) -> int:
     """The address of a function of ctypes."""
     return ctypes.cast(function, ctypes.c_void_p).value or 0
@@ -160,6 +201,7 @@ class Program:
         self._writes: list[list[int]] = []
         self._calls: list[list[int]] = []
         self._reads: list[int] = []
+        self._shape: tuple[bytes, tuple[Any, ...]] | None = None
 
     def same(self, one: Source, other: Source) -> None:
         """Only calls in which both are equal follow the plan."""
@@ -222,13 +264,33 @@ class Program:
         """Has all structs, as the calls leave them, among the results: bytes that Site.again takes."""
         self._reads.append(_STRUCTS)
 
-    def finish(self) -> tuple[bytes, bytes]:
+    def result(self, value: Any) -> None:
+        """Has the results come in a shape: nested tuples of Entry, Given, New, SecondHalf and constants."""
+        steps: list[int] = []
+        constants: list[Any] = []
+
+        def push(one: Any) -> None:
+            if isinstance(one, tuple):
+                for part in one:
+                    push(part)
+                steps.extend((_TUPLE, len(one)))
+            elif isinstance(one, (Entry, Given)):
+                steps.extend((_ENTRY if isinstance(one, Entry) else _GIVEN, int(one)))
+            else:
+                kind = _NEW if isinstance(one, New) else _HOOK if isinstance(one, SecondHalf) else _THING
+                steps.extend((kind, len(constants)))
+                constants.append(one.kind if kind == _NEW else one.constants if kind == _HOOK else one)
+
+        push(value)
+        self._shape = struct.pack(f"={len(steps)}q", *steps), tuple(constants)
+
+    def finish(self) -> tuple[bytes, bytes, Any]:
         """The plan."""
         numbers = [len(self._same) // 6, *self._same]
         for group in (self._outputs, self._writes, self._calls):
             numbers += [len(group), *(value for entry in group for value in entry)]
         numbers += [len(self._reads), *self._reads]
-        return bytes(self._blob), struct.pack(f"={len(numbers)}q", *numbers)
+        return bytes(self._blob), struct.pack(f"={len(numbers)}q", *numbers), self._shape
 
 
 @functools.cache
@@ -241,7 +303,9 @@ def _code(dtype: DType, device: _torch.Device) -> tuple[int, int, int]:
 class Site:
     """One kind of call of one buffer, and its plans."""
 
-    __slots__ = ("call", "_core", "_plans")
+    # Of the module. `issue` and `start` are for calls of one step on GPUs, whose plan has a shape with an EventOverlap:
+    # they take the caller's stream; `start` makes the call asynchronously, without a previous event or an Ordering.
+    __slots__ = ("call", "issue", "start", "_core", "_plans")
 
     def __init__(
         self,
@@ -268,8 +332,12 @@ class Site:
         free = tuple(sum(1 << dimension for dimension in open_dimensions) for open_dimensions in tensors)
         mask = sum(1 << index for index in strided)
         handle = int(core.native._as_parameter_.value or 0)
-        site = load().Site(handle, core.kept, self._plans, free, num_scalars, num_numbers + _OF_CALL, mask, ordinary)
-        self.call = site.call
+        numbers = num_numbers + _OF_CALL
+        site = load().Site(
+            handle, core.kept, self._plans, free, num_scalars, numbers, mask, ordinary, core, core.raw_stream,
+            EventHandle, core.idle,
+        )  # fmt: skip
+        self.call, self.issue, self.start = site.call, site.issue, site.start
 
     def run(self, launch: Launch | None, *args: Any, begun: bool = False, ends: bool = True) -> Any:
         """Makes the call, and waits for its end on the CPU engine.
@@ -309,28 +377,25 @@ class Site:
             core.idle.append(launch)
         return got
 
-    def start(self, *args: Any) -> tuple[Any, EventOverlap | None]:
-        """Makes an asynchronous call that needs no Ordering: without a previous event, and of one step.
+    def start_on_host(self, *args: Any) -> tuple[Any, EventHandle | None]:
+        """CPU engine: makes an asynchronous call.
 
         Returns:
             What `run` returns, and the event if it was launched.
         """
         core = self._core
-        launch = core.take_launch()
-        launch.create_event(core.native)
-        stream = core.raw_stream()  # 0 on the CPU engine
+        launch = core.launch_with_event()
         try:
             launch.left = False
-            got = self.call(launch, None, *args, stream, launch.event, 1, 0)
+            got = self.call(launch, None, *args, 0, launch.event, 1, 0)
             if type(got) is list:
                 error = core.native.error(got[0])
                 core.kept.pop(launch, None)
                 raise error
             if type(got) is tuple:
-                users = None if core.host_stream else core.kept.pop(launch, None)
-                event = EventOverlap(EventHandle._of_call(core, launch, core.idle, users, stream or None))
+                handle = EventHandle._of_call(core, launch, core.idle)
                 launch.left = True
-                return got, event
+                return got, handle
         except BaseException:
             launch.left = True
             raise

@@ -9,7 +9,8 @@ from typing import Any
 
 from . import _abi, _torch, errors
 from ._core import Core, Held, Ordering
-from ._low_latency_face import NUM_ENTRIES, LowLatencyFace
+from ._face import Site
+from ._low_latency_face import NUM_ENTRIES, LowLatencyFace, hook_was_called, second_half_error
 from ._low_latency_plan import (
     COMBINE_ADDRESSES,
     COMBINE_NUMBERS,
@@ -58,6 +59,11 @@ class LowLatencyMode:
         """Lets go of what earlier calls have left."""
         self._face: LowLatencyFace | None = None
         self._has_face = True  # until the first call knows
+        # On GPUs, once there is a face: make calls that follow a plan, without async_finish and with it.
+        self.issue_dispatch: Any = None
+        self.issue_combine: Any = None
+        self.start_dispatch: Any = None
+        self.start_combine: Any = None
         self.plans = Plans(self._core, self._low_latency_mode)
         self._outputs = Outputs(self._core)
         self._dispatches = CallPool(_abi.LlDispatchArgs, DISPATCH_NUMBERS, self._core)
@@ -83,7 +89,6 @@ class LowLatencyMode:
         core, key = self._core, None
         if core.kept or not core.is_ready:
             core.enter()
-        event = hook = None
         if self._follows_plans(async_finish, return_recv_hook):
             face = self._opened_face()
             if face is not None:
@@ -91,18 +96,9 @@ class LowLatencyMode:
                     x, topk_idx, topk_weights, recv_stats, wait_stats, bound, num_experts, use_fp8, round_scale,
                     use_ue8m0, return_recv_hook,
                 )  # fmt: skip
-                if async_finish:
-                    got, event = face.dispatch.start(*given)
-                elif core.host_stream:
-                    got = face.dispatch.run(core.take_launch_with_event(), *given)
-                else:
-                    got = face.dispatch.call(None, None, *given, core.raw_stream(), 0, 0, 0)
+                got = self._follow(face.dispatch, async_finish, given)
                 if type(got) is tuple:
-                    if return_recv_hook:
-                        structs, *got = got
-                        held = (x, topk_idx, topk_weights, recv_stats, wait_stats, *got)
-                        hook = _Hook(functools.partial(face.second_of_dispatch.run, structs, held))
-                    return face.dispatched(got, event, hook)
+                    return got
                 key = face.missing(got)
         with _torch.without_modes():
             result, plan = self._dispatch_in_python(
@@ -231,7 +227,6 @@ class LowLatencyMode:
         core, key = self._core, None
         if core.kept or not core.is_ready:
             core.enter()
-        event = hook = None
         follows = self._follows_plans(async_finish, return_recv_hook)
         if follows and type(handle) is tuple and len(handle) == NUM_ENTRIES:
             face = self._opened_face()
@@ -241,18 +236,9 @@ class LowLatencyMode:
                     None if zero_copy is True else x, topk_idx, topk_weights, src_info, layout_range, out, wait_stats,
                     bound, hidden, num_experts, use_logfmt, zero_copy, unreduced, return_recv_hook,
                 )  # fmt: skip
-                if async_finish:
-                    got, event = face.combine.start(*given)
-                elif core.host_stream:
-                    got = face.combine.run(core.take_launch_with_event(), *given)
-                else:
-                    got = face.combine.call(None, None, *given, core.raw_stream(), 0, 0, 0)
+                got = self._follow(face.combine, async_finish, given)
                 if type(got) is tuple:
-                    combined: Any = out if got[-1] is None else got[-1]
-                    if return_recv_hook:
-                        held = (x, topk_idx, topk_weights, src_info, layout_range, combined, wait_stats)
-                        hook = _Hook(functools.partial(face.second_of_combine.run, got[0], held))
-                    return combined, event or no_event(), hook
+                    return got
                 key = face.missing(got)
         with _torch.without_modes():
             result, plan = self._combine_in_python(
@@ -428,10 +414,34 @@ class LowLatencyMode:
             return return_recv_hook is False or return_recv_hook is True
         return async_finish is True and return_recv_hook is False
 
+    def _follow(self, site: Site, async_finish: bool, given: tuple[Any, ...]) -> Any:
+        """Makes a call by its plan. Returns what the call returns, or why there is no plan."""
+        if not self._core.host_stream:
+            return (site.start if async_finish else site.issue)(*given)
+        if not async_finish:
+            return site.run(self._core.take_launch_with_event(), *given)
+        got, handle = site.start_on_host(*given)
+        if handle is not None:
+            next(one for one in got if type(one) is EventOverlap).event = handle
+        return got
+
+    def refused(self, got: Any) -> None:
+        """After one of these has made no call.
+
+        Raises:
+            DeepEPError: since the library refused it.
+        """
+        if type(got) is list:
+            raise self._core.native.error(got[0])
+
     def _opened_face(self) -> LowLatencyFace | None:
         if self._face is None and self._has_face:
             self._face = LowLatencyFace.of(self._core)
             self._has_face = self._face is not None
+            if self._face is not None and not self._core.host_stream:
+                dispatch, combine = self._face.dispatch, self._face.combine
+                self.issue_dispatch, self.start_dispatch = dispatch.issue, dispatch.start
+                self.issue_combine, self.start_combine = combine.issue, combine.start
         return self._face
 
     def _check_shrink(self) -> None:
@@ -458,11 +468,8 @@ class _Hook:
     def __call__(self) -> None:
         issue, self._issue = self._issue, None
         if issue is None:
-            raise errors.DeepEPError(errors.INVALID_STATE, "the hook was called already")
+            raise hook_was_called()
         try:
             issue()
         except errors.DeepEPValueError as error:
-            if "argument ticket" not in error.message:
-                raise
-            text = "the send of this hook is forgotten: clean_low_latency_buffer() was called after it"
-            raise errors.DeepEPError(errors.INVALID_STATE, text) from None
+            raise second_half_error(error) from None

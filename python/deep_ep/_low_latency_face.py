@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import ctypes
-from typing import Any
+from typing import Any, NoReturn
 
-from . import _abi, _face
+from . import _abi, _face, errors
 from ._core import Core, Held
 from ._face import HANDLE, Program, Site, address, constant
 from ._low_latency_plan import CombinePlan, DispatchPlan
 from ._memory import RowCache
-from ._torch import BF16, FLOAT32, FP8, INT32, INT64, Tensor
-from .utils.event import EventOverlap, no_event
+from ._torch import BF16, FLOAT32, FP8, INT32, INT64
+from .utils.event import EventOverlap
 
 X, IDX, WEIGHTS, RECV_STATS, WAIT_STATS = range(5)  # the tensors of a dispatch
 ANSWERS, TOPK_IDX, TOPK_WEIGHTS, SRC_INFO, RANGES, OUT, COMBINE_WAIT_STATS = range(7)  # of a combine
@@ -19,43 +19,57 @@ NUM_ENTRIES = 5  # of a handle
 
 
 class Second:
-    """How the second half of a call follows from the structs that the first has left."""
+    """How the second half of a call follows from the structs that the first has left: what its hook does."""
 
     def __init__(self, core: Core, kind: Any, function: Any) -> None:
         """For a function of the C API whose arguments are a struct of type `kind`."""
-        module = _face.load()
-        self._core, self._call_again, self._function = core, module.call_again, _face.address_of(function)
+        self._core, self._call_again, self._function = core, _face.load().call_again, _face.address_of(function)
         self._call = -(-ctypes.sizeof(kind) // 16) * 16  # where the deepep_call lies
         self._event = self._call + _abi.Call.event.offset
         self._receives = ctypes.sizeof(kind) | _abi.RECV << 32  # struct_size and phases
+        # On GPUs the caller's stream orders all, so that the hook needs no Python.
+        self.hook = _face.SecondHalf(self, None if core.host_stream else function, self._receives, self._call)
 
     def run(self, structs: bytes, held: Held) -> None:
-        """Issues it, and waits for its end on the CPU engine.
+        """CPU engine: issues it, and waits for its end.
 
         Raises:
             DeepEPError: the library refused the call, or it failed.
         """
         core = self._core
-        buffer = core.native._as_parameter_.value or 0
         launch = core.take_launch_with_event()
-        if launch is None:
-            status = self._call_again(self._function, buffer, structs, self._call, 0, self._receives)
-            if status:
-                raise core.native.error(status)
-            return
+        assert launch is not None
         try:
             launch.left = False
             core.kept[launch] = held
             changes = 0, self._receives, self._event, launch.event
+            buffer = core.native._as_parameter_.value or 0
             status = self._call_again(self._function, buffer, structs, self._call, *changes)
             if status:
                 core.kept.pop(launch, None)
-                raise core.native.error(status)
+                self.refuse(status)
             core.wait_on_host(launch)
         except BaseException:
             launch.left = True
             raise
         core.idle.append(launch)
+
+    def refuse(self, status: int | None) -> NoReturn:
+        """Raises what the library said of the second half; None: the hook was called before."""
+        raise hook_was_called() if status is None else second_half_error(self._core.native.error(status))
+
+
+def hook_was_called() -> errors.DeepEPError:
+    """What a hook raises when it is called again."""
+    return errors.DeepEPError(errors.INVALID_STATE, "the hook was called already")
+
+
+def second_half_error(error: errors.DeepEPError) -> errors.DeepEPError:
+    """The error of a second half in the words of one who has a hook."""
+    if not isinstance(error, errors.DeepEPValueError) or "argument ticket" not in error.message:
+        return error
+    text = "the send of this hook is forgotten: clean_low_latency_buffer() was called after it"
+    return errors.DeepEPError(errors.INVALID_STATE, text)
 
 
 class LowLatencyFace:
@@ -75,15 +89,6 @@ class LowLatencyFace:
         """For a buffer that is ready; None where there is no compiled face."""
         return cls(core) if core.compiled and _face.load() is not None else None
 
-    @staticmethod
-    def dispatched(
-        got: tuple[Any, ...], event: EventOverlap | None, hook: Any
-    ) -> tuple[Any, Tensor, tuple[Any, ...], EventOverlap, Any]:
-        """What Buffer.low_latency_dispatch returns, from the results of its site."""
-        bound, hidden, num_experts, recv_x, scales, count, source, ranges = got
-        received = recv_x if scales is None else (recv_x, scales)
-        return received, count, (source, ranges, bound, hidden, num_experts), event or no_event(), hook
-
     def missing(self, got: Any) -> bytes | None:
         """The key of a plan that is missing; None if there can be none.
 
@@ -99,14 +104,14 @@ class LowLatencyFace:
     def add_dispatch(self, key: bytes, plan: DispatchPlan, halved: bool) -> None:
         """`plan` is Python's; `halved`: the call is the first of two halves."""
         core = self._core
-        rows, local = core.group_size * plan.bound, plan.local
+        per_expert, local = core.group_size * plan.bound, plan.local
         recv_x = plan.recv_x
         if core.host_stream and core.recycle and recv_x.numel() * recv_x.itemsize >= RowCache.MIN_BYTES:
             self.dispatch.add(key, None)  # its rows lie in recycled memory
             return
         p = Program(core.device)
         sources = {"x": address(X), "topk_idx": address(IDX), "topk_weights": address(WEIGHTS)}
-        lengths = (constant(local), constant(rows))
+        lengths = (constant(local), constant(per_expert))
         sources["recv_x"] = p.output(FP8 if plan.use_fp8 else BF16, *lengths, constant(plan.hidden))
         if plan.use_fp8:
             columns = constant(plan.scales_shape[2])
@@ -119,17 +124,19 @@ class LowLatencyFace:
         sources["layout_range"] = p.output(INT64, constant(local), constant(core.group_size), slab=HANDLE)
         sources |= {"cumulative_recv_stats": address(RECV_STATS), "wait_recv_cost_stats": address(WAIT_STATS)}
         self._finish(p, _abi.LlDispatchArgs, plan.numbers, sources, self._lib.deepep_low_latency_dispatch, halved)
-        for value in (plan.bound, plan.hidden, plan.num_experts):
-            p.read(p.struct(ctypes.c_int64(value)))
+        first = 1 if halved else 0
+        rows, scales, count, source, ranges = (_face.Entry(first + i) for i in range(5))
+        received: Any = (rows, scales) if plan.use_fp8 else rows
+        handle = (source, ranges, plan.bound, plan.hidden, plan.num_experts)
+        hook = self.second_of_dispatch.hook if halved else None
+        p.result((received, count, handle, _face.New(EventOverlap), hook))
         self.dispatch.add(key, p)
 
     def add_combine(self, key: bytes, plan: CombinePlan, into_out: bool, halved: bool) -> None:
         """`plan` is Python's; `into_out`: the call was given a tensor to fill; `halved`: as for a dispatch."""
         p = Program(self._core.device)
         out = address(OUT)
-        if into_out:
-            p.none()
-        else:
+        if not into_out:
             out = p.output(BF16, *(constant(length) for length in plan.combined_shape))
         sources = {
             "x": address(ANSWERS), "topk_idx": address(TOPK_IDX), "topk_weights": address(TOPK_WEIGHTS),
@@ -137,6 +144,8 @@ class LowLatencyFace:
             "wait_recv_cost_stats": address(COMBINE_WAIT_STATS),
         }  # fmt: skip
         self._finish(p, _abi.LlCombineArgs, plan.numbers, sources, self._lib.deepep_low_latency_combine, halved)
+        combined = _face.Given(OUT) if into_out else _face.Entry(1 if halved else 0)
+        p.result((combined, _face.New(EventOverlap), self.second_of_combine.hook if halved else None))
         self.combine.add(key, p)
 
     def _finish(

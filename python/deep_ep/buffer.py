@@ -619,7 +619,19 @@ class Buffer:
                 dispatch_wait_recv_cost_stats, use_fp8, round_scale, use_ue8m0, async_finish, return_recv_hook,
                 topk_weights,
             )  # fmt: skip
-        return self._low_latency.dispatch(
+        mode = self._low_latency
+        issue = mode.issue_dispatch
+        if async_finish is not False:
+            issue = mode.start_dispatch if async_finish is True and return_recv_hook is False else None
+        if issue is not None:  # most calls end here
+            done = issue(
+                x, topk_idx, topk_weights, cumulative_local_expert_recv_stats, dispatch_wait_recv_cost_stats,
+                num_max_dispatch_tokens_per_rank, num_experts, use_fp8, round_scale, use_ue8m0, return_recv_hook,
+            )  # fmt: skip
+            if type(done) is tuple:
+                return done
+            mode.refused(done)
+        return mode.dispatch(
             x, topk_idx, num_max_dispatch_tokens_per_rank, num_experts, cumulative_local_expert_recv_stats,
             dispatch_wait_recv_cost_stats, use_fp8, round_scale, use_ue8m0, async_finish, return_recv_hook,
             topk_weights,
@@ -805,7 +817,21 @@ class Buffer:
                 self, x, topk_idx, topk_weights, handle, use_logfmt, zero_copy, async_finish, return_recv_hook, out,
                 combine_wait_recv_cost_stats, unreduced,
             )  # fmt: skip
-        return self._low_latency.combine(
+        mode = self._low_latency
+        issue = mode.issue_combine
+        if async_finish is not False:
+            issue = mode.start_combine if async_finish is True and return_recv_hook is False else None
+        if issue is not None and type(handle) is tuple and len(handle) == 5:  # most calls end here
+            src_info, layout_range, bound, hidden, num_experts = handle
+            done = issue(
+                None if zero_copy is True else x, topk_idx, topk_weights, src_info, layout_range, out,
+                combine_wait_recv_cost_stats, bound, hidden, num_experts, use_logfmt, zero_copy, unreduced,
+                return_recv_hook,
+            )  # fmt: skip
+            if type(done) is tuple:
+                return done
+            mode.refused(done)
+        return mode.combine(
             x, topk_idx, topk_weights, handle, use_logfmt, zero_copy, async_finish, return_recv_hook, out,
             combine_wait_recv_cost_stats, unreduced,
         )  # fmt: skip

@@ -46,7 +46,12 @@ static struct {
 } torch;
 
 static PyObject *tensor_type, *wrap, *num_modes, *without_modes, *in_inference, *inference_guard; /* of torch */
-static PyObject *name_cdata, *name_enter, *name_exit, *name_record_stream;
+static PyObject *name_cdata, *name_enter, *name_exit, *name_record_stream, *name_is_ready, *name_enter_core, *name_run,
+    *name_refuse, *name_event, *name_new_launch;
+/* The attributes of an EventHandle, in the order in which `start` sets them. */
+static const char *const handle_attributes[] = {"_core", "_launch", "_home", "_users", "_stream", "_torch"};
+enum { kHandleAttributes = 6 };
+static PyObject *handle_names[kHandleAttributes];
 
 /* ---- Tensors */
 
@@ -159,6 +164,8 @@ typedef struct Site {
   PyObject ob_base;
   deepep_buffer_t buffer;
   PyObject *kept, *plans;
+  PyObject *core, *raw_stream;  /* of Python's: the buffer, and the function that gives the caller's stream */
+  PyObject *handle_type, *idle; /* EventHandle; launches with an event, for the next asynchronous call */
   int num_tensors, num_scalars, num_numbers, ordinary;
   uint32_t free_dims[kMaxTensors]; /* a bit for each dimension that a plan does not depend on */
   uint32_t strided;                /* a bit for each tensor that need not be contiguous */
@@ -501,28 +508,186 @@ static PyObject *follow(const Site *site, PyObject *launch, PyObject *streams, c
   return result;
 }
 
-/* call(launch, streams, tensors..., scalars..., numbers...): a tuple of what was read and made; a list
- * [status, call, first number read] if the library refused; the key as bytes if there is no plan of it; None if the
- * call is not for this module. `launch`: under which the tensors are kept, or None; `streams`: a tuple of those that
- * use the outputs beside their own, or None. */
-static PyObject *site_call(PyObject *self, PyObject *const *args, Py_ssize_t num_args) {
-  Site *site = (Site *)self;
-  PyObject *plan, *name, *result = NULL, *modes = NULL, *inference = NULL;
-  Given given;
-  Writer key;
-  int i, first_number = site->num_tensors + site->num_scalars;
-  if (num_args != 2 + first_number + site->num_numbers || (args[1] != Py_None && !PyTuple_Check(args[1]))) {
-    PyErr_SetString(PyExc_TypeError, "Site.call: not the arguments that the site was made for");
+/* ---- Results in the shape that the caller of the operation gets */
+
+/* The second half of a call, for its caller to issue, once. */
+typedef struct Hook {
+  PyObject ob_base;
+  EnterFn enter; /* NULL: Python issues it */
+  deepep_buffer_t buffer;
+  uint64_t receives; /* the first 8 bytes of its structs */
+  int64_t second;    /* where the second struct lies */
+  PyObject *structs, *held, *owner;
+} Hook;
+
+static PyTypeObject *hook_type;
+
+/* The status of a call with a copy of the structs that an earlier one has left, whose first 8 bytes are others. */
+static int32_t enter_again(const Hook *hook, const char *structs, Py_ssize_t bytes) {
+  _Alignas(16) unsigned char blob[kMaxBlob];
+  memcpy(blob, structs, (size_t)bytes);
+  memcpy(blob, &hook->receives, sizeof hook->receives);
+  return hook->enter(hook->buffer, blob, blob + hook->second, NULL);
+}
+
+static PyObject *hook_call(PyObject *self, PyObject *args, PyObject *keywords) {
+  Hook *hook = (Hook *)self;
+  PyObject *structs = hook->structs, *held = hook->held, *result;
+  char *start;
+  Py_ssize_t bytes;
+  if (PyTuple_Size(args) != 0 || (keywords != NULL && PyDict_Size(keywords) != 0)) {
+    PyErr_SetString(PyExc_TypeError, "a hook takes no arguments");
     return NULL;
   }
-  given.objects = args + 2;
+  if (structs == NULL) return PyObject_CallMethodObjArgs(hook->owner, name_refuse, Py_None, NULL);
+  hook->structs = hook->held = NULL;
+  if (hook->enter == NULL) {
+    result = PyObject_CallMethodObjArgs(hook->owner, name_run, structs, held, NULL);
+  } else if (PyBytes_AsStringAndSize(structs, &start, &bytes) || bytes > kMaxBlob || hook->second >= bytes) {
+    result = NULL;
+  } else {
+    int32_t status = enter_again(hook, start, bytes);
+    PyObject *number = status == 0 ? NULL : PyLong_FromLong(status);
+    result = Py_None;
+    Py_INCREF(result);
+    if (number != NULL) {
+      Py_DECREF(result);
+      result = PyObject_CallMethodObjArgs(hook->owner, name_refuse, number, NULL);
+      Py_DECREF(number);
+    }
+  }
+  Py_DECREF(structs);
+  Py_DECREF(held);
+  return result;
+}
+
+static int hook_traverse(PyObject *self, visitproc visit, void *arg) {
+  Py_VISIT(Py_TYPE(self));
+  Py_VISIT(((Hook *)self)->held);
+  Py_VISIT(((Hook *)self)->owner);
+  return 0;
+}
+
+static int hook_clear(PyObject *self) {
+  Py_CLEAR(((Hook *)self)->structs);
+  Py_CLEAR(((Hook *)self)->held);
+  return 0;
+}
+
+static void hook_free(PyObject *self) {
+  PyTypeObject *type = Py_TYPE(self);
+  freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
+  PyObject_GC_UnTrack(self);
+  hook_clear(self);
+  Py_CLEAR(((Hook *)self)->owner);
+  release(self);
+  Py_DECREF(type);
+}
+
+/* `second`: (owner, function or 0, receives, where the second struct lies); the structs are got's first entry. */
+static PyObject *make_hook(const Site *site, const Given *given, PyObject *got, PyObject *second) {
+  Hook *hook = (Hook *)((allocfunc)PyType_GetSlot(hook_type, Py_tp_alloc))(hook_type, 0);
+  int i;
+  if (hook == NULL) return NULL;
+  hook->buffer = site->buffer;
+  hook->enter = (EnterFn)(uintptr_t)PyLong_AsUnsignedLongLongMask(PyTuple_GetItem(second, 1));
+  hook->receives = PyLong_AsUnsignedLongLongMask(PyTuple_GetItem(second, 2));
+  hook->second = PyLong_AsLongLong(PyTuple_GetItem(second, 3));
+  hook->owner = PyTuple_GetItem(second, 0);
+  Py_XINCREF(hook->owner);
+  hook->structs = PyTuple_GetItem(got, 0);
+  Py_XINCREF(hook->structs);
+  hook->held = PyTuple_New(1 + site->num_tensors);
+  if (PyErr_Occurred() || hook->held == NULL) {
+    Py_DECREF(hook);
+    return NULL;
+  }
+  Py_INCREF(got);
+  PyTuple_SetItem(hook->held, 0, got);
+  for (i = 0; i < site->num_tensors; i++) {
+    Py_INCREF(given->objects[i]);
+    PyTuple_SetItem(hook->held, 1 + i, given->objects[i]);
+  }
+  return (PyObject *)hook;
+}
+
+/* A shape is a tuple (steps, constants): each step pushes an entry of what follow() gave, a tensor of the call, a
+ * constant, a new object of a type, or a hook, or makes a tuple of the last ones; deep_ep/_face.py has the same. */
+enum { kEntry = 0, kGiven = 1, kThing = 2, kNew = 3, kHook = 4, kTuple = 5, kMaxStack = 16 };
+
+/* `newest`: the last new object, which the result holds. */
+static PyObject *shape(const Site *site, const Given *given, PyObject *got, PyObject *how, PyObject **newest) {
+  PyObject *stack[kMaxStack], *constants = PyTuple_GetItem(how, 1), *one;
+  char *steps;
+  Py_ssize_t bytes, i, k;
+  int depth = 0;
+  if (PyBytes_AsStringAndSize(PyTuple_GetItem(how, 0), &steps, &bytes)) return NULL;
+  for (i = 0; i < bytes / 16; i++) {
+    int64_t step[2];
+    memcpy(step, steps + 16 * i, sizeof step);
+    one = NULL;
+    switch (step[0]) {
+      case kEntry: one = PyTuple_GetItem(got, (Py_ssize_t)step[1]); break;
+      case kGiven: one = given->objects[step[1]]; break;
+      case kThing: one = PyTuple_GetItem(constants, (Py_ssize_t)step[1]); break;
+      default: break;
+    }
+    if (one != NULL) {
+      Py_INCREF(one);
+    } else if (step[0] == kNew) {
+      PyTypeObject *type = (PyTypeObject *)PyTuple_GetItem(constants, (Py_ssize_t)step[1]);
+      if (type != NULL) one = *newest = ((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
+    } else if (step[0] == kHook) {
+      one = make_hook(site, given, got, PyTuple_GetItem(constants, (Py_ssize_t)step[1]));
+    } else if (step[0] == kTuple && step[1] <= depth && (one = PyTuple_New((Py_ssize_t)step[1])) != NULL) {
+      depth -= (int)step[1];
+      for (k = 0; k < step[1]; k++) PyTuple_SetItem(one, k, stack[depth + k]);
+    }
+    if (one == NULL || depth == kMaxStack) {
+      Py_XDECREF(one);
+      break;
+    }
+    stack[depth++] = one;
+  }
+  if (depth == 1 && i == bytes / 16) return stack[0];
+  drop(stack, depth);
+  if (!PyErr_Occurred()) PyErr_SetString(PyExc_RuntimeError, "a plan's results have no such shape");
+  return NULL;
+}
+
+/* An EventHandle of a call that was launched: its launch, and the tensors that the communication stream uses. */
+static PyObject *make_handle(const Site *site, const Given *given, PyObject *got, PyObject *launch, PyObject *stream) {
+  PyTypeObject *type = (PyTypeObject *)site->handle_type;
+  PyObject *handle, *users;
+  Py_ssize_t num_made = PyTuple_Size(got), i;
+  if ((users = PyTuple_New(site->num_tensors + num_made)) == NULL) return NULL;
+  for (i = 0; i < site->num_tensors + num_made; i++) {
+    PyObject *one = i < site->num_tensors ? given->objects[i] : PyTuple_GetItem(got, i - site->num_tensors);
+    Py_INCREF(one);
+    PyTuple_SetItem(users, i, one);
+  }
+  if ((handle = ((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0)) != NULL) {
+    PyObject *const values[kHandleAttributes] = {site->core, launch, site->idle, users, stream, Py_None};
+    for (i = 0; i < kHandleAttributes; i++) {
+      if (PyObject_SetAttr(handle, handle_names[i], values[i]) == 0) continue;
+      Py_DECREF(handle);
+      handle = NULL;
+      break;
+    }
+  }
+  Py_DECREF(users);
+  return handle;
+}
+
+/* Looks at the arguments and follows their plan; what `call` returns. With `stream` the call is asynchronous: its event
+ * is that of `launch`, under which nothing is kept, and the new object in its results gets the handle of it. */
+static PyObject *answer(const Site *site, PyObject *launch, PyObject *streams, Given *given, PyObject *stream) {
+  PyObject *plan, *name, *result = NULL, *modes = NULL, *inference = NULL, *how;
+  Writer key;
   key.used = 0;
   key.full = 0;
-  for (i = 0; i < site->num_numbers; i++)
-    given.numbers[i] = (int64_t)PyLong_AsUnsignedLongLongMask(given.objects[first_number + i]);
-  if (PyErr_Occurred()) return NULL;
   if (is_set(num_modes) && (modes = enter_guard(without_modes, NULL)) == NULL) return NULL;
-  if (!describe(site, &given, &key)) {
+  if (!describe(site, given, &key)) {
     result = nothing();
   } else if ((name = PyBytes_FromStringAndSize((const char *)key.bytes, (Py_ssize_t)key.used)) != NULL) {
     plan = PyDict_GetItemWithError(site->plans, name);
@@ -534,8 +699,19 @@ static PyObject *site_call(PyObject *self, PyObject *const *args, Py_ssize_t num
     } else {
       Py_INCREF(plan); /* what a finalizer runs could clear the plans */
       if (site->ordinary && is_set(in_inference)) inference = enter_guard(inference_guard, Py_False);
-      if (!PyErr_Occurred()) result = follow(site, args[0], args[1], &given, plan);
+      if (!PyErr_Occurred()) result = follow(site, stream != NULL ? Py_None : launch, streams, given, plan);
       leave_guard(inference);
+      how = PyTuple_GetItem(plan, 2);
+      if (result != NULL && PyTuple_Check(result) && how != Py_None) {
+        PyObject *got = result, *newest = NULL, *handle;
+        result = shape(site, given, got, how, &newest);
+        if (result != NULL && newest != NULL && stream != NULL) {
+          handle = make_handle(site, given, got, launch, stream);
+          if (handle == NULL || PyObject_SetAttr(newest, name_event, handle) != 0) Py_CLEAR(result);
+          Py_XDECREF(handle);
+        }
+        Py_DECREF(got);
+      }
       Py_DECREF(plan);
     }
     Py_DECREF(name);
@@ -544,18 +720,102 @@ static PyObject *site_call(PyObject *self, PyObject *const *args, Py_ssize_t num
   return result;
 }
 
-/* Site(buffer, kept, plans, free_dims, num_scalars, num_numbers, strided, ordinary). */
+/* call(launch, streams, tensors..., scalars..., numbers...): a tuple of what was read and made, or in the plan's shape;
+ * a list [status, call, first number read] if the library refused; the key as bytes if there is no plan of it; None if
+ * the call is not for this module. `launch`: under which the tensors are kept, or None; `streams`: a tuple of those
+ * that use the outputs beside their own, or None. */
+static PyObject *site_call(PyObject *self, PyObject *const *args, Py_ssize_t num_args) {
+  Site *site = (Site *)self;
+  Given given;
+  int i, first_number = site->num_tensors + site->num_scalars;
+  if (num_args != 2 + first_number + site->num_numbers || (args[1] != Py_None && !PyTuple_Check(args[1]))) {
+    PyErr_SetString(PyExc_TypeError, "Site.call: not the arguments that the site was made for");
+    return NULL;
+  }
+  given.objects = args + 2;
+  for (i = 0; i < site->num_numbers; i++)
+    given.numbers[i] = (int64_t)PyLong_AsUnsignedLongLongMask(given.objects[first_number + i]);
+  if (PyErr_Occurred()) return NULL;
+  return answer(site, args[0], args[1], &given, NULL);
+}
+
+/* A call that the caller's stream orders, which is the first of the site's numbers: event, is_async and previous_event
+ * follow. The buffer is entered before, if it is not ready or keeps tensors of calls. NULL: Python's error is set. */
+static PyObject *begin(const Site *site, PyObject *const *args, Py_ssize_t num_args, Given *given) {
+  PyObject *ready, *stream;
+  int i, is_ready;
+  if (num_args != site->num_tensors + site->num_scalars || site->num_numbers != 4) {
+    PyErr_SetString(PyExc_TypeError, "Site: not the arguments that it was made for");
+    return NULL;
+  }
+  if ((ready = PyObject_GetAttr(site->core, name_is_ready)) == NULL) return NULL;
+  is_ready = ready == Py_True && PyDict_Size(site->kept) == 0;
+  Py_DECREF(ready);
+  if (!is_ready) {
+    PyObject *entered = PyObject_CallMethodObjArgs(site->core, name_enter_core, NULL);
+    if (entered == NULL) return NULL;
+    Py_DECREF(entered);
+  }
+  if ((stream = PyObject_CallNoArgs(site->raw_stream)) == NULL) return NULL;
+  given->objects = args;
+  given->numbers[0] = (int64_t)PyLong_AsUnsignedLongLongMask(stream);
+  for (i = 1; i < site->num_numbers; i++) given->numbers[i] = 0;
+  if (PyErr_Occurred()) Py_CLEAR(stream);
+  return stream;
+}
+
+/* issue(tensors..., scalars...): `call` of a call that the caller's stream alone orders. */
+static PyObject *site_issue(PyObject *self, PyObject *const *args, Py_ssize_t num_args) {
+  Given given;
+  PyObject *stream = begin((Site *)self, args, num_args, &given);
+  if (stream == NULL) return NULL;
+  Py_DECREF(stream);
+  return answer((Site *)self, Py_None, Py_None, &given, NULL);
+}
+
+/* start(tensors..., scalars...): the same asynchronously; the event is in the new object of the plan's shape. */
+static PyObject *site_start(PyObject *self, PyObject *const *args, Py_ssize_t num_args) {
+  Site *site = (Site *)self;
+  Given given;
+  PyObject *stream = begin(site, args, num_args, &given), *launch = NULL, *event, *result = NULL;
+  Py_ssize_t idle;
+  int turn;
+  if (stream == NULL) return NULL;
+  for (turn = 0; turn < 2 && given.numbers[1] == 0 && !PyErr_Occurred(); turn++) {
+    Py_CLEAR(launch);
+    if (turn == 0 && (idle = PyList_Size(site->idle)) > 0) {
+      launch = PyList_GetItem(site->idle, idle - 1);
+      Py_XINCREF(launch);
+      if (launch == NULL || PyList_SetSlice(site->idle, idle - 1, idle, NULL) != 0) break;
+    } else { /* there is none, or one without an event */
+      launch = PyObject_CallMethodObjArgs(site->core, name_new_launch, NULL);
+    }
+    if (launch == NULL || (event = PyObject_GetAttr(launch, name_event)) == NULL) break;
+    given.numbers[1] = (int64_t)PyLong_AsUnsignedLongLongMask(event);
+    Py_DECREF(event);
+  }
+  given.numbers[2] = 1;
+  if (!PyErr_Occurred()) result = answer(site, launch, Py_None, &given, stream);
+  if (result != NULL && !PyTuple_Check(result) && PyList_Append(site->idle, launch) != 0) Py_CLEAR(result);
+  Py_XDECREF(launch);
+  Py_DECREF(stream);
+  return result;
+}
+
+/* Site(buffer, kept, plans, free_dims, num_scalars, num_numbers, strided, ordinary, core, raw_stream,
+ * EventHandle, core.idle). */
 static PyObject *site_new(PyTypeObject *type, PyObject *args, PyObject *keywords) {
   unsigned long long buffer;
-  PyObject *kept, *plans, *free_dims;
+  PyObject *kept, *plans, *free_dims, *core, *raw_stream, *handle_type, *idle;
   int num_scalars, num_numbers, ordinary;
   unsigned int strided;
   Py_ssize_t i, num_tensors;
   Site *site;
   allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
   (void)keywords;
-  if (!PyArg_ParseTuple(args, "KO!O!O!iiIp", &buffer, &PyDict_Type, &kept, &PyDict_Type, &plans, &PyTuple_Type,
-                        &free_dims, &num_scalars, &num_numbers, &strided, &ordinary))
+  if (!PyArg_ParseTuple(args, "KO!O!O!iiIpOOO!O!", &buffer, &PyDict_Type, &kept, &PyDict_Type, &plans, &PyTuple_Type,
+                        &free_dims, &num_scalars, &num_numbers, &strided, &ordinary, &core, &raw_stream, &PyType_Type,
+                        &handle_type, &PyList_Type, &idle))
     return NULL;
   num_tensors = PyTuple_Size(free_dims);
   if (num_tensors > kMaxTensors || num_numbers > kMaxNumbers) {
@@ -573,8 +833,16 @@ static PyObject *site_new(PyTypeObject *type, PyObject *args, PyObject *keywords
   for (i = 0; i < num_tensors; i++) site->free_dims[i] = (uint32_t)PyLong_AsLong(PyTuple_GetItem(free_dims, i));
   Py_INCREF(kept);
   Py_INCREF(plans);
+  Py_INCREF(core);
+  Py_INCREF(raw_stream);
+  Py_INCREF(handle_type);
+  Py_INCREF(idle);
+  site->handle_type = handle_type;
+  site->idle = idle;
   site->kept = kept;
   site->plans = plans;
+  site->core = core;
+  site->raw_stream = raw_stream;
   return (PyObject *)site;
 }
 
@@ -582,12 +850,20 @@ static int site_traverse(PyObject *self, visitproc visit, void *arg) {
   Py_VISIT(Py_TYPE(self));
   Py_VISIT(((Site *)self)->kept);
   Py_VISIT(((Site *)self)->plans);
+  Py_VISIT(((Site *)self)->core);
+  Py_VISIT(((Site *)self)->raw_stream);
+  Py_VISIT(((Site *)self)->handle_type);
+  Py_VISIT(((Site *)self)->idle);
   return 0;
 }
 
 static int site_clear(PyObject *self) {
   Py_CLEAR(((Site *)self)->kept);
   Py_CLEAR(((Site *)self)->plans);
+  Py_CLEAR(((Site *)self)->core);
+  Py_CLEAR(((Site *)self)->raw_stream);
+  Py_CLEAR(((Site *)self)->handle_type);
+  Py_CLEAR(((Site *)self)->idle);
   return 0;
 }
 
@@ -728,6 +1004,22 @@ static PyObject *call_again(PyObject *module, PyObject *const *args, Py_ssize_t 
   return PyLong_FromLong(((EnterFn)(uintptr_t)function)((deepep_buffer_t)(uintptr_t)buffer, blob, blob + second, NULL));
 }
 
+/* stream_wait(function, event, stream or None): the status of deepep_event_stream_wait. */
+static PyObject *stream_wait(PyObject *module, PyObject *const *args, Py_ssize_t num_args) {
+  typedef deepep_status_t (*WaitFn)(void *, void *);
+  void *given[3] = {NULL, NULL, NULL};
+  Py_ssize_t i;
+  (void)module;
+  if (num_args != 3) {
+    PyErr_SetString(PyExc_TypeError, "stream_wait: 3 arguments");
+    return NULL;
+  }
+  for (i = 0; i < 3; i++)
+    if (args[i] != Py_None) given[i] = (void *)(uintptr_t)PyLong_AsUnsignedLongLongMask(args[i]);
+  if (PyErr_Occurred()) return NULL;
+  return PyLong_FromLong(((WaitFn)given[0])(given[1], given[2]));
+}
+
 /* properties(tensor): (dtype, device type, device index) as torch's C ABI numbers them; the data's address; sizes. */
 static PyObject *properties(PyObject *module, PyObject *tensor) {
   Seen seen;
@@ -784,15 +1076,25 @@ static PyObject *start(PyObject *module, PyObject *args) {
 }
 
 static PyMethodDef site_methods[] = {{"call", (PyCFunction)(void (*)(void))site_call, METH_FASTCALL, NULL},
+                                     {"issue", (PyCFunction)(void (*)(void))site_issue, METH_FASTCALL, NULL},
+                                     {"start", (PyCFunction)(void (*)(void))site_start, METH_FASTCALL, NULL},
                                      {NULL, NULL, 0, NULL}};
 static PyType_Slot site_slots[] = {{Py_tp_new, site_new},           {Py_tp_dealloc, site_free},
                                    {Py_tp_traverse, site_traverse}, {Py_tp_clear, site_clear},
                                    {Py_tp_methods, site_methods},   {0, NULL}};
 static PyType_Spec site_spec = {"deepep_torch.Site", sizeof(Site), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
                                 site_slots};
+static PyType_Slot hook_slots[] = {{Py_tp_call, hook_call},
+                                   {Py_tp_dealloc, hook_free},
+                                   {Py_tp_traverse, hook_traverse},
+                                   {Py_tp_clear, hook_clear},
+                                   {0, NULL}};
+static PyType_Spec hook_spec = {"deepep_torch.Hook", sizeof(Hook), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
+                                hook_slots};
 static PyMethodDef functions[] = {{"start", start, METH_VARARGS, NULL},
                                   {"poll_counts", poll_counts, METH_VARARGS, NULL},
                                   {"call_again", (PyCFunction)(void (*)(void))call_again, METH_FASTCALL, NULL},
+                                  {"stream_wait", (PyCFunction)(void (*)(void))stream_wait, METH_FASTCALL, NULL},
                                   {"place_rows", (PyCFunction)(void (*)(void))place_rows, METH_FASTCALL, NULL},
                                   {"operator_runs", operator_runs, METH_O, NULL},
                                   {"probe", probe, METH_O, NULL},
@@ -803,12 +1105,24 @@ static struct PyModuleDef definition = {
 
 PyMODINIT_FUNC PyInit_deepep_torch(void) {
   PyObject *module = PyModule_Create(&definition), *type = PyType_FromSpec(&site_spec);
+  int i;
+  hook_type = (PyTypeObject *)PyType_FromSpec(&hook_spec);
   name_cdata = PyUnicode_InternFromString("_cdata");
   name_enter = PyUnicode_InternFromString("__enter__");
   name_exit = PyUnicode_InternFromString("__exit__");
   name_record_stream = PyUnicode_InternFromString("record_stream");
-  if (module == NULL || type == NULL || name_cdata == NULL || name_enter == NULL || name_exit == NULL ||
-      name_record_stream == NULL || PyModule_AddObject(module, "Site", type) != 0 ||
+  name_is_ready = PyUnicode_InternFromString("is_ready");
+  name_enter_core = PyUnicode_InternFromString("enter");
+  name_run = PyUnicode_InternFromString("run");
+  name_refuse = PyUnicode_InternFromString("refuse");
+  name_event = PyUnicode_InternFromString("event");
+  name_new_launch = PyUnicode_InternFromString("launch_with_event");
+  for (i = 0; i < kHandleAttributes; i++)
+    if ((handle_names[i] = PyUnicode_InternFromString(handle_attributes[i])) == NULL) return NULL;
+  if (module == NULL || type == NULL || hook_type == NULL || name_cdata == NULL || name_enter == NULL ||
+      name_exit == NULL || name_record_stream == NULL || name_is_ready == NULL || name_enter_core == NULL ||
+      name_run == NULL || name_refuse == NULL || name_event == NULL || name_new_launch == NULL ||
+      PyModule_AddObject(module, "Site", type) != 0 ||
       PyModule_AddIntConstant(module, "version",
                               DEEPEP_VERSION_MAJOR * 10000 + DEEPEP_VERSION_MINOR * 100 + DEEPEP_VERSION_PATCH) != 0)
     return NULL;

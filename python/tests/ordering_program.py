@@ -216,6 +216,49 @@ def of_low_latency(buffer: Any, x: Any, rows: Any, idx: Any, weights: Any) -> tu
     return calls, {"asynchronous": lambda: ({"async_finish": True}, {COMM})}
 
 
+def kinds(value: Any) -> Any:
+    """What a result is made of."""
+    if isinstance(value, tuple):
+        return [kinds(one) for one in value]
+    if hasattr(value, "untyped_storage"):
+        return [str(value.dtype), *value.shape, *value.stride()]
+    return value if value is None or isinstance(value, int) else "hook" if callable(value) else type(value).__name__
+
+
+def issue_low_latency(buffer: Any, recorder: Recorder, x: Any, idx: Any, weights: Any) -> None:
+    """Makes low-latency calls in one and in halves, three times: the last two may follow a plan."""
+    from deep_ep.errors import DeepEPError
+
+    handle = buffer.low_latency_dispatch(x, idx, 16, 4)[2]
+    answers, out = x.new_zeros(4, 16, 512), x.new_zeros(16, 512)
+    calls: dict[str, Callable[..., Any]] = {
+        "ll_dispatch": functools.partial(buffer.low_latency_dispatch, x, idx, 16, 4),
+        "ll_dispatch BF16": functools.partial(buffer.low_latency_dispatch, x, idx, 16, 4, use_fp8=False),
+        "ll_combine": functools.partial(buffer.low_latency_combine, answers, idx, weights, handle),
+        "ll_combine out": functools.partial(buffer.low_latency_combine, answers, idx, weights, handle, out=out),
+    }
+    for name, call in calls.items():
+        for turn in range(3):
+            line: dict[str, Any] = {"issued": name, "turn": turn}
+            recorder.take()
+            line["whole"] = [kinds(call()), recorder.take()]
+            *result, hook = call(return_recv_hook=True)
+            line["first half"] = [kinds((*result, hook)), recorder.take()]
+            line["returned"] = [hook(), recorder.take()]
+            line["through the face"] = type(hook).__module__ == "deepep_torch"
+            with contextlib.suppress(TypeError):
+                hook(1)
+                line["took an argument"] = True
+            forgotten = call(return_recv_hook=True)[-1]
+            buffer.clean_low_latency_buffer(16, 512, 4)
+            for what, one in (("again", hook), ("forgotten", forgotten), ("forgotten again", forgotten)):
+                try:
+                    one()
+                except DeepEPError as error:
+                    line[what] = [type(error).__name__, str(error)]
+            print(json.dumps({**line, "kept": len(buffer._core.kept)}))
+
+
 def of_v2(buffer: Any, x: Any, rows: Any, idx: Any, weights: Any) -> tuple[Calls, Orders]:
     """The calls of ElasticBuffer."""
     calls: Calls = {}
@@ -281,6 +324,8 @@ def main(folder: str) -> None:
         buffer: Any = kind(None, **sizes, explicitly_destroy=True, engine="cpu", bootstrap=bootstrap)
         core = buffer._core
         as_on_gpus(core)
+        if of is of_low_latency:
+            issue_low_latency(buffer, recorder, x, idx, weights)
         calls, orders = of(buffer, x, rows, idx, weights)
         play(version, core, recorder, calls, orders)
         record = torch.Tensor.record_stream

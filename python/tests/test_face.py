@@ -536,6 +536,16 @@ def test_asynchronous_calls_are_ordered_as_pythons(tmp_path):
         done = subprocess.run(program, env=env, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         lines[compiled] = [json.loads(line) for line in done.stdout.splitlines()]
+    issued = {compiled: [line for line in some if "issued" in line] for compiled, some in lines.items()}
+    assert len(issued["0"]) == 4 * 3
+    for python, face in zip(issued["0"], issued["1"], strict=True):
+        assert (python.pop("through the face"), face.pop("through the face")) == (False, face["turn"] > 0)
+        assert python == face
+        assert "already" in face["again"][1] and "forgotten" in face["forgotten"][1], face
+        assert face["forgotten again"] == face["again"] and "took an argument" not in face and face["kept"] == 0, face
+        for what in ("whole", "first half", "returned"):
+            assert sum(one.startswith(face["issued"].split()[0]) for one in face[what][1]) == 1, face
+    lines = {compiled: [line for line in some if "issued" not in line] for compiled, some in lines.items()}
     assert len(lines["0"]) == 3 * (3 * (6 + 10) + 2) + 4 * (6 + 10) + 1
     for python, face in zip(lines["0"], lines["1"], strict=True):
         if "trace" in python:

@@ -65,12 +65,12 @@ class EventHandle:
 
     def __del__(self) -> None:
         if getattr(self, "_launch", None) is not None:
+            core, users = self._core, getattr(self, "_users", None)
             try:
-                users = getattr(self, "_users", None)
                 if users is not None:
-                    self._core.record_on_comm_stream(users)
+                    core.record_on_comm_stream(users)
             finally:
-                self._core.give_launch(self._launch, self._home)
+                core.give_launch(self._launch, self._home)
 
 
 class EventOverlap:
@@ -117,11 +117,14 @@ class EventOverlap:
         Raises:
             DeepEPError (also an AssertionError): there is no event.
         """
-        assertion(self.event is not None, "current_stream_wait() of an EventOverlap without an event")
-        assert self.event is not None
-        self.event.current_stream_wait()
-        hook, self.hook_after_wait = self.hook_after_wait, None
-        result = None if hook is None else hook()
+        event, result = self.event, None
+        if event is None:
+            assertion(False, "current_stream_wait() of an EventOverlap without an event")
+        else:
+            event.current_stream_wait()
+        if self.hook_after_wait is not None:
+            hook, self.hook_after_wait = self.hook_after_wait, None
+            result = hook()
         if release_handle:
             self.event = None
         return result
