@@ -106,7 +106,7 @@ class LowLatencyMode:
                 return_recv_hook, topk_weights,
             )  # fmt: skip
             if key is not None and self._face is not None:
-                self._face.add_dispatch(key, plan, return_recv_hook)
+                self._face.add_dispatch(key, plan, topk_weights is not None, return_recv_hook)
         return result
 
     def _dispatch_in_python(

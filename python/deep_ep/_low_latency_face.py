@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 from . import _abi, _face, errors
 from ._core import Core, Held
-from ._face import HANDLE, Program, Site, address, constant
+from ._face import HANDLE, Program, Site, address, constant, size
 from ._low_latency_plan import CombinePlan, DispatchPlan
 from ._memory import RowCache
 from ._torch import BF16, FLOAT32, FP8, INT32, INT64
@@ -73,14 +73,14 @@ def second_half_error(error: errors.DeepEPError) -> errors.DeepEPError:
 
 
 class LowLatencyFace:
-    """The sites of one buffer's low-latency calls. Every length is part of a plan: there are few of them."""
+    """The sites of one buffer's low-latency calls. Of the lengths all but the number of tokens are part of a plan."""
 
     def __init__(self, core: Core) -> None:
         self._core = core
         self._lib = core.native.lib.with_gil
-        fixed: tuple[int, ...] = ()
-        self.dispatch = Site(core, (fixed,) * 5, 6, 0, ordinary=True)
-        self.combine = Site(core, (fixed,) * 7, 7, 0, ordinary=True)
+        tokens, fixed = (0,), ()
+        self.dispatch = Site(core, (tokens,) * 3 + (fixed,) * 2, 6, 0, ordinary=True)
+        self.combine = Site(core, (fixed, *(tokens,) * 2, *(fixed,) * 2, tokens, fixed), 7, 0, ordinary=True)
         self.second_of_dispatch = Second(core, _abi.LlDispatchArgs, self._lib.deepep_low_latency_dispatch)
         self.second_of_combine = Second(core, _abi.LlCombineArgs, self._lib.deepep_low_latency_combine)
 
@@ -101,8 +101,8 @@ class LowLatencyFace:
 
     # ---- plans, from a call of their kind that has passed every check
 
-    def add_dispatch(self, key: bytes, plan: DispatchPlan, halved: bool) -> None:
-        """`plan` is Python's; `halved`: the call is the first of two halves."""
+    def add_dispatch(self, key: bytes, plan: DispatchPlan, weighted: bool, halved: bool) -> None:
+        """`plan` is Python's; `weighted`: the weights go along; `halved`: the call is the first of two halves."""
         core = self._core
         per_expert, local = core.group_size * plan.bound, plan.local
         recv_x = plan.recv_x
@@ -110,7 +110,11 @@ class LowLatencyFace:
             self.dispatch.add(key, None)  # its rows lie in recycled memory
             return
         p = Program(core.device)
-        sources = {"x": address(X), "topk_idx": address(IDX), "topk_weights": address(WEIGHTS)}
+        tokens = size(X, 0)
+        p.same(tokens, size(IDX, 0))
+        if weighted:
+            p.same(tokens, size(WEIGHTS, 0))
+        sources = {"x": address(X), "topk_idx": address(IDX), "topk_weights": address(WEIGHTS), "num_tokens": tokens}
         lengths = (constant(local), constant(per_expert))
         sources["recv_x"] = p.output(FP8 if plan.use_fp8 else BF16, *lengths, constant(plan.hidden))
         if plan.use_fp8:
@@ -135,13 +139,16 @@ class LowLatencyFace:
     def add_combine(self, key: bytes, plan: CombinePlan, into_out: bool, halved: bool) -> None:
         """`plan` is Python's; `into_out`: the call was given a tensor to fill; `halved`: as for a dispatch."""
         p = Program(self._core.device)
-        out = address(OUT)
-        if not into_out:
-            out = p.output(BF16, *(constant(length) for length in plan.combined_shape))
+        tokens, out = size(TOPK_IDX, 0), address(OUT)
+        p.same(tokens, size(TOPK_WEIGHTS, 0))
+        if into_out:
+            p.same(tokens, size(OUT, 0))
+        else:
+            out = p.output(BF16, tokens, constant(plan.combined_shape[1]))
         sources = {
             "x": address(ANSWERS), "topk_idx": address(TOPK_IDX), "topk_weights": address(TOPK_WEIGHTS),
             "src_info": address(SRC_INFO), "layout_range": address(RANGES), "combined_x": out,
-            "wait_recv_cost_stats": address(COMBINE_WAIT_STATS),
+            "wait_recv_cost_stats": address(COMBINE_WAIT_STATS), "num_tokens": tokens,
         }  # fmt: skip
         self._finish(p, _abi.LlCombineArgs, plan.numbers, sources, self._lib.deepep_low_latency_combine, halved)
         combined = _face.Given(OUT) if into_out else _face.Entry(1 if halved else 0)

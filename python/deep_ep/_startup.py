@@ -101,8 +101,10 @@ def _routing(shape: Shape, device: Any) -> tuple[Tensor, Tensor]:
 
 
 def _normal(buffer: Buffer, shape: Shape, twice: bool) -> None:
-    """Layout, dispatch and combine; `twice`: with memory for the rows of two dispatches, the second before the first
-    one's rows are gone."""
+    """Layout, dispatch and combine, in the end as a backward makes them, too.
+
+    `twice`: with memory for the rows of two dispatches, the second before the first one's rows are gone.
+    """
     device = buffer._core.device
     x = _torch.full((shape.num_tokens, shape.hidden), 0, BF16, device)
     experts, weights = _routing(shape, device)
@@ -121,6 +123,9 @@ def _normal(buffer: Buffer, shape: Shape, twice: bool) -> None:
         buffer.combine(rows, handle, topk_weights=row_weights)
         if not twice:  # one block of each size is kept
             del rows
+    rows = buffer.dispatch(x, handle=handle)[0]
+    assert isinstance(rows, Tensor) and handle is not None
+    buffer.combine(rows, handle)
 
 
 def _larger_blocks(buffer: Buffer, found: Any) -> None:

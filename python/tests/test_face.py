@@ -303,6 +303,67 @@ def test_other_calls_are_checked_in_v2(pool):
     pool.run(1, rank_elastic_refusals)
 
 
+def rank_token_counts(ctx):
+    """Any number of tokens follows the plan of another; lengths that do not fit each other are looked at."""
+    from deep_ep.errors import DeepEPError
+
+    def plans(site):
+        return len(site._plans)
+
+    with alone.buffer_of(ctx) as buffer:
+        calls, sizes = alone.Calls(buffer), (alone.BOUND, alone.EXPERTS)
+        x, idx, weights, out = calls.x, calls.idx, calls.weights, torch.zeros_like(calls.x)
+
+        def exchange(tokens, halves, **into):
+            given = x[:tokens], idx[:tokens]
+            rows, count, handle, _, hook = buffer.low_latency_dispatch(
+                *given, *sizes, use_fp8=False, return_recv_hook=halves, topk_weights=weights[:tokens]
+            )
+            if halves:
+                hook()
+            into = {name: one[:tokens] for name, one in into.items()}
+            sums, _, hook = buffer.low_latency_combine(
+                rows, given[1], weights[:tokens], handle, return_recv_hook=halves, **into
+            )
+            if halves:
+                hook()
+            assert int(count.sum()) == tokens * alone.TOPK and torch.equal(sums, alone.TOPK * x[:tokens])
+            return handle, rows
+
+        for tokens in (5, alone.BOUND, 0, 1, 5, 17):
+            for halves in (False, True):
+                for into in ({}, {"out": out}):
+                    handle, rows = exchange(tokens, halves, **into)
+            face = buffer._low_latency._face
+            assert (plans(face.dispatch), plans(face.combine)) == (2, 4), tokens
+        more = torch.cat([x, x]), torch.cat([idx, idx]), torch.cat([weights, weights])
+        wrong = {
+            "argument topk_idx: got shape": lambda: buffer.low_latency_dispatch(
+                x[:5], idx[:4], *sizes, use_fp8=False, topk_weights=weights[:5]
+            ),
+            "argument topk_weights: got shape": lambda: buffer.low_latency_dispatch(
+                x[:5], idx[:5], *sizes, use_fp8=False, topk_weights=weights[:4]
+            ),
+            "got 128": lambda: buffer.low_latency_dispatch(*more[:2], *sizes, use_fp8=False, topk_weights=more[2]),
+            "argument topk_weights: got shape .*": lambda: buffer.low_latency_combine(
+                rows, idx[:5], weights[:6], handle
+            ),
+            "argument out: got shape": lambda: buffer.low_latency_combine(
+                rows, idx[:5], weights[:5], handle, out=out[:4]
+            ),
+        }
+        for text, call in wrong.items():
+            with pytest.raises(DeepEPError, match=text):
+                call()
+        exchange(9, True, out=out)
+        assert (plans(face.dispatch), plans(face.combine)) == (2, 4) and not buffer._core.kept
+
+
+@checks.needs_face
+def test_any_number_of_tokens_follows_one_plan(pool):
+    pool.run(1, rank_token_counts)
+
+
 def rank_hooks(ctx):
     """Halves, through the face and in Python: a hook is for once, for its own send, and holds what it needs."""
     from deep_ep.errors import DeepEPError
