@@ -33,8 +33,8 @@ def sites_of(buffer):
 class Counted:
     """Stands for Site.call, and notes what comes back."""
 
-    def __init__(self, call):
-        self.call, self.got = call, []
+    def __init__(self, call, got):
+        self.call, self.got = call, got
 
     def __call__(self, *args):
         self.got.append(self.call(*args))
@@ -42,10 +42,15 @@ class Counted:
 
 
 def counted(buffer):
-    sites = sites_of(buffer)
-    for site in sites.values():
-        site.call = Counted(site.call)
-    return {name: site.call.got for name, site in sites.items()}
+    got, mode = {}, buffer._low_latency
+    for name, site in sites_of(buffer).items():
+        got[name] = []
+        site.call = Counted(site.call, got[name])
+    for name in ("dispatch", "combine"):  # of low latency, as GPUs make them
+        for way in ("issue", "start"):
+            if (call := getattr(mode, f"{way}_{name}")) is not None:
+                setattr(mode, f"{way}_{name}", Counted(call, got[name]))
+    return got
 
 
 def rank_used(ctx):
@@ -144,7 +149,7 @@ def rank_same_elastic(ctx, fp8, expand):
             for turn in range(4):
                 if turn == 3 and compiled:
                     got = {
-                        name: Counted(site.call) for name, site in vars(buffer._face).items() if hasattr(site, "run")
+                        name: Counted(site.call, []) for name, site in vars(buffer._face).items() if hasattr(site, "run")
                     }
                     for name, call in got.items():
                         getattr(buffer._face, name).call = call
