@@ -278,3 +278,17 @@ func TestLowLatencyTransferOnTheCPU(t *testing.T) {
 		t.Errorf("got %q, want %q once", got, want)
 	}
 }
+
+// Likewise the setting for normal mode.
+func TestNormalTransferOnTheCPU(t *testing.T) {
+	needEngine(t)
+	t.Setenv("DEEPEP_NORMAL_TRANSFER", "copy")
+	warnings := collectWarnings(t)
+	onRanks(t, 2, BufferOptions{Engine: EngineCPU, NumNVLBytes: 1 << 22}, func(m *member) {
+		m.check(!m.Info().NormalCopies, "the CPU engine has no copy engines")
+	})
+	const want = "DEEPEP_NORMAL_TRANSFER=copy changes nothing: the engine cpu has no copy engines"
+	if got := warnings(); len(got) != 1 || !strings.Contains(got[0], want) {
+		t.Errorf("got %q, want %q once", got, want)
+	}
+}

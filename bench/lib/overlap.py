@@ -6,6 +6,7 @@ halves of a call, in a graph. The GEMM stands for the experts or the attention o
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -129,9 +130,27 @@ class _Beside:
         return gemm, median(self._team.slowest(transfers[2:]))
 
 
-def _normal_case(team: Team, case: Case, rounds: int) -> list[dict[str, Any]]:
+def _copying_buffer(team: Team, case: Case) -> deep_ep.Buffer:
+    """A buffer whose dispatches go by copy engines: the rows of a rank for each peer fit into an outbox."""
+    os.environ["DEEPEP_NORMAL_TRANSFER"] = "copy"
+    try:
+        buffer = deep_ep.Buffer(
+            team.group,
+            num_nvl_bytes=2 * case.ranks * (case.tokens * case.hidden * 2 + (1 << 20)),
+            explicitly_destroy=True,
+            preinitialize=True,
+            engine=team.engine,
+        )
+    finally:
+        del os.environ["DEEPEP_NORMAL_TRANSFER"]
+    if buffer.normal_transfer != "copy":
+        raise RuntimeError("no copy engines move the rows of this buffer")
+    return buffer
+
+
+def _normal_case(team: Team, case: Case, rounds: int, by: str) -> list[dict[str, Any]]:
     """Times in us of a GEMM and of calls with a cached handle, alone and at the same time, by SMs."""
-    buffer = make_buffer(team, case, direct=True)
+    buffer = _copying_buffer(team, case) if by == "copy" else make_buffer(team, case, direct=True)
     calls = Calls(buffer, make_input(case, team.rank).to(team.device), 0)
     calls.layout_and_dispatch()
     rows, handle = calls.result[0], calls.result[4]
@@ -143,13 +162,15 @@ def _normal_case(team: Team, case: Case, rounds: int) -> list[dict[str, Any]]:
             "dispatch": partial(buffer.dispatch, calls.data.x, handle=handle, config=config),
             "combine": partial(buffer.combine, rows, handle, config=config),
         }
+        if by == "copy":
+            del transfers["combine"]  # by SMs, as in the other buffer
         for name, transfer in transfers.items():
             own = beside.transfer_alone(transfer, 4)
             count = max(2, int(2 * alone / own) + 1)  # they outlast the GEMM, slower as both are
             gemm, beside_it = beside.both(transfer, count)
             with _leaving(sms):
                 left = beside.both(transfer, count)[0]
-            entry = {"operation": name, "tokens": case.tokens, "sms": sms, "gemm": alone, "transfer": own}
+            entry = {"operation": name, "by": by, "tokens": case.tokens, "sms": sms, "gemm": alone, "transfer": own}
             found.append(entry | {"gemm_beside": gemm, "gemm_leaving": left, "transfer_beside": beside_it})
     team.barrier()
     calls.result = None
@@ -220,9 +241,10 @@ def tables(found: dict[str, list[dict[str, Any]]], rounds: int) -> list[Table]:
         "Normal mode beside a GEMM",
         f"BF16 GEMM of {m} x {k} x {n} on one stream, calls with a cached handle on another, which outlast it; times "
         f"by events, the slowest rank of each of {rounds} rounds, median. Leaving: cuBLAS is told to leave as many "
-        "SMs as the call takes (torch._C._set_sm_carveout_experimental).",
+        "SMs as the call takes (torch._C._set_sm_carveout_experimental). By copy: DEEPEP_NORMAL_TRANSFER=copy.",
         [
             "call",
+            "by",
             "tokens",
             "SMs",
             "GEMM",
@@ -237,7 +259,7 @@ def tables(found: dict[str, list[dict[str, Any]]], rounds: int) -> list[Table]:
     )
     for e in found["normal"]:
         normal.rows.append(
-            [e["operation"], str(e["tokens"]), str(e["sms"]), duration(e["gemm"]), duration(e["gemm_beside"]),
+            [e["operation"], e["by"], str(e["tokens"]), str(e["sms"]), duration(e["gemm"]), duration(e["gemm_beside"]),
              f"{e['gemm_beside'] / e['gemm'] - 1:.0%}", duration(e["gemm_leaving"]),
              f"{e['gemm_leaving'] / e['gemm'] - 1:.0%}", duration(e["transfer"]), duration(e["transfer_beside"]),
              f"{e['transfer_beside'] / e['transfer'] - 1:.0%}"]
@@ -263,6 +285,10 @@ def measure(team: Team, hidden: int, rounds: int) -> dict[str, list[dict[str, An
     """Both modes; nothing without a GPU."""
     if team.device.type != "cuda":
         return {"normal": [], "halves": []}
-    normal = [_normal_case(team, Case(team.size, tokens, hidden), rounds) for tokens in NORMAL_TOKENS]
+    normal = [
+        _normal_case(team, Case(team.size, tokens, hidden), rounds, by)
+        for tokens in NORMAL_TOKENS
+        for by in ("sm", "copy")
+    ]
     halves = [_halves_case(team, Case(team.size, tokens, hidden), rounds) for tokens in HALVES_TOKENS]
     return {"normal": sum(normal, []), "halves": sum(halves, [])}

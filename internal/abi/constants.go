@@ -149,6 +149,7 @@ const (
 	CapRoutedNodes  = 64  // teams that span nodes take calls with a routing
 	CapRoutedShrink = 128 // teams that shrink, on one node, take calls with a routing
 	CapLLCopy       = 256 // DK_TEAM_LL_COPY changes how rows cross
+	CapNormalCopy   = 512 // likewise DK_TEAM_NORMAL_COPY
 )
 
 // How memory is shared among processes.
@@ -187,6 +188,10 @@ const (
 	TeamLowLatency  = 2
 	TeamLLTransport = 4 // low-latency calls reach every other rank through the transport, mapped or not
 	TeamLLCopy      = 8 // rows of dispatch's send halves cross by copy engines; all ranks have it or none
+
+	// rows of dispatches with DK_DISPATCH_COPIES cross by copy engines, for which the second half of the nvl region
+	// holds them at their sender; all ranks have it or none
+	TeamNormalCopy = 16
 )
 
 // As DEEPEP_ROUTING_* in deepep.h. Teams that span nodes need DK_ROUTING_NONE, or DK_CAP_ROUTED_NODES.
@@ -197,11 +202,13 @@ const (
 )
 
 // Flags of a dispatch. CANCELLED: this rank gives up the exchange of counts `exchange`: it has neither rows nor
-// outputs, and every rank refuses the dispatch.
+// outputs, and every rank refuses the dispatch. COPIES, with DK_TEAM_NORMAL_COPY: the exchange is of this team, so
+// this rank may bring its rows by copy engines; it does where the host knows how many come from each rank.
 const (
 	DispatchCached      = 1
 	DispatchCancelled   = 2
 	DispatchZeroPadding = 4
+	DispatchCopies      = 8
 )
 
 // Flags of a combine.

@@ -72,6 +72,9 @@ func (b *Buffer) fillDispatch(p *abi.DispatchParams, a *op.DispatchArgs, config 
 	if a.Token != 0 {
 		p.Exchange = b.exchangeOf(a.Token)
 	}
+	if b.copiesNormal() && p.Exchange>>exchangeBits == b.exchangeOf(0)>>exchangeBits {
+		p.Flags |= abi.DispatchCopies
+	}
 	p.HiddenBytes = plan.DispatchRows(a).HiddenBytes()
 	p.NumTokens, p.NumScales, p.NumTopK, p.NumExperts = a.NumTokens, a.NumScales, a.NumTopK, a.NumExperts
 	p.IndexBytes = a.IndexType.Size()

@@ -33,6 +33,7 @@ func (b *Buffer) fingerprint(failure error) fingerprint {
 		{"low_latency_mode", strconv.FormatBool(o.LowLatency)}, {"enable_shrink", strconv.FormatBool(o.Shrink)},
 		{"allow_nvlink_for_low_latency_mode", strconv.FormatBool(!o.RDMA.Everywhere)},
 		{"whether copy engines move low-latency rows (DEEPEP_LL_TRANSFER)", strconv.FormatBool(b.copiesRows())},
+		{"whether copy engines move rows of normal mode (DEEPEP_NORMAL_TRANSFER)", strconv.FormatBool(b.copiesNormal())},
 	}}
 	if b.usesTransport() {
 		nics, _ := b.perNIC()

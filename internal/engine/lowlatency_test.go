@@ -262,3 +262,28 @@ func TestWhoMovesLowLatencyRows(t *testing.T) {
 		}
 	}
 }
+
+// Copy engines move rows of normal mode where the setting asks for them and the buffer has a normal mode on one node,
+// whose ranks all take part.
+func TestWhoMovesNormalRows(t *testing.T) {
+	lib := fakeLibrary(t, "libfake.so")
+	for _, c := range []struct {
+		copies, shrink bool
+		bytes          uint64
+		want           bool
+	}{{false, false, 1 << 22, false}, {true, false, 1 << 22, true}, {true, true, 1 << 22, false}, {true, false, 0, false},
+		{true, false, 1 << 18, false}} {
+		o := rigOptions(lib, plan.Topology{Ranks: 1, Peers: 8})
+		o.NormalCopies, o.LowLatency, o.Shrink, o.NVLBytes = c.copies, true, c.shrink, c.bytes
+		b, err := engine.New(context.Background(), &alone{}, o)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if got := b.Info().NormalCopies; got != c.want {
+			t.Errorf("%+v: got %v", c, got)
+		}
+		if err := b.Destroy(); err != nil {
+			t.Error(err)
+		}
+	}
+}

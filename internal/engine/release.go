@@ -283,6 +283,9 @@ func (b *Buffer) stopTeam() error {
 	if status.Code(code) == status.Unsupported && b.captured && b.copiesRows() {
 		return status.Errorf(status.Unsupported, "graphs hold copies of low-latency rows (DEEPEP_LL_TRANSFER=copy), which replays would go on with: destroy the buffer and make a new one")
 	}
+	if status.Code(code) == status.Unsupported && b.captured && b.copiesNormal() {
+		return status.Errorf(status.Unsupported, "graphs hold copies of rows (DEEPEP_NORMAL_TRANSFER=copy), which replays would go on with: destroy the buffer and make a new one")
+	}
 	return kern.Error("dk_team_release", code, p.DeviceError)
 }
 

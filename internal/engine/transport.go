@@ -215,6 +215,9 @@ func (b *Buffer) teamFlags() (flags uint32) {
 	if b.copiesRows() {
 		flags |= abi.TeamLLCopy
 	}
+	if b.copiesNormal() {
+		flags |= abi.TeamNormalCopy
+	}
 	return flags
 }
 
@@ -224,8 +227,35 @@ func (b *Buffer) copiesRows() bool {
 	return b.opt.LowLatency && b.opt.LLTransfer.ByCopies() && lib != nil && lib.Has(abi.CapLLCopy) && !b.usesTransport()
 }
 
-// mentionTransfer says that the setting changes nothing, where somebody has made it.
+// copiesNormal reports whether copy engines move rows of normal-mode dispatches.
+func (b *Buffer) copiesNormal() bool {
+	return b.opt.NormalCopies && b.opt.NVLBytes > 0 && b.whyNoNormalCopies() == ""
+}
+
+// A smaller region may be what a size hint gave: half of it would stage no rows that the whole stages.
+const leastWithOutboxes = 512 << 10
+
+func (b *Buffer) whyNoNormalCopies() string {
+	switch lib := b.opt.Library; {
+	case lib == nil:
+		return "there is no kernel library"
+	case !lib.Has(abi.CapNormalCopy):
+		return "the engine " + lib.Kind + " has no copy engines"
+	case b.usesTransport() || b.top.Nodes() > 1:
+		return "rows of this buffer go through queue pairs"
+	case b.opt.NVLBytes < leastWithOutboxes:
+		return "num_nvl_bytes has no room for packed rows"
+	case b.opt.Shrink:
+		return "a rank that enable_shrink leaves out could still be reading rows"
+	}
+	return ""
+}
+
+// mentionTransfer says that a setting changes nothing, where somebody has made it.
 func (b *Buffer) mentionTransfer() {
+	if why := b.whyNoNormalCopies(); b.opt.NormalCopies && b.opt.NVLBytes > 0 && why != "" {
+		WarnOnce(b.log, "DEEPEP_NORMAL_TRANSFER=copy changes nothing: "+why)
+	}
 	if !b.opt.LowLatency || !b.opt.LLTransfer.ByCopies() || b.copiesRows() {
 		return
 	}

@@ -208,7 +208,8 @@ enum {
   DK_CAP_CHUNKS = 32,       /* normal mode moves rows in chunks of the size that a call names, not of its own choice */
   DK_CAP_ROUTED_NODES = 64, /* teams that span nodes take calls with a routing */
   DK_CAP_ROUTED_SHRINK = 128, /* teams that shrink, on one node, take calls with a routing */
-  DK_CAP_LL_COPY = 256        /* DK_TEAM_LL_COPY changes how rows cross */
+  DK_CAP_LL_COPY = 256,       /* DK_TEAM_LL_COPY changes how rows cross */
+  DK_CAP_NORMAL_COPY = 512    /* likewise DK_TEAM_NORMAL_COPY */
 };
 typedef struct dk_info_params {
   DK_HEADER;
@@ -623,7 +624,9 @@ enum {
   DK_TEAM_SHRINK = 1,
   DK_TEAM_LOW_LATENCY = 2,
   DK_TEAM_LL_TRANSPORT = 4, /* low-latency calls reach every other rank through the transport, mapped or not */
-  DK_TEAM_LL_COPY = 8       /* rows of dispatch's send halves cross by copy engines; all ranks have it or none */
+  DK_TEAM_LL_COPY = 8,      /* rows of dispatch's send halves cross by copy engines; all ranks have it or none */
+  DK_TEAM_NORMAL_COPY = 16  /* rows of dispatches with DK_DISPATCH_COPIES cross by copy engines, for which the second
+                               half of the nvl region holds them at their sender; all ranks have it or none */
 };
 typedef struct dk_team_create_params {
   DK_HEADER;
@@ -749,8 +752,9 @@ typedef struct dk_notify_params {
 int32_t dk_notify(dk_notify_params *p);
 
 /* Flags of a dispatch. CANCELLED: this rank gives up the exchange of counts `exchange`: it has neither rows nor
- * outputs, and every rank refuses the dispatch. */
-enum { DK_DISPATCH_CACHED = 1, DK_DISPATCH_CANCELLED = 2, DK_DISPATCH_ZERO_PADDING = 4 };
+ * outputs, and every rank refuses the dispatch. COPIES, with DK_TEAM_NORMAL_COPY: the exchange is of this team, so this
+ * rank may bring its rows by copy engines; it does where the host knows how many come from each rank. */
+enum { DK_DISPATCH_CACHED = 1, DK_DISPATCH_CANCELLED = 2, DK_DISPATCH_ZERO_PADDING = 4, DK_DISPATCH_COPIES = 8 };
 typedef struct dk_dispatch_params {
   DK_OP_HEADER;
   uint64_t x;                  /* [T, hidden_bytes] */

@@ -9,9 +9,9 @@ export library=${1:-build/test/libdeepep_emulated.so} logs=build/test/emulated
 rm -rf "$logs" && mkdir -p "$logs"
 
 # name ~ devices (DEEPEP_EMULATE) ~ cases ~ options. What takes longest comes first. Ranks have a device each but where it says so.
-usual='normal90~cc=90,sms=3~^dispatch/|^worst/|^peer rows/|^expand/~--threads
+usual='normal90~cc=90,sms=3~^dispatch/|^worst/|^peer rows/|^expand/|^copy/~--threads
 low latency~cc=90,sms=3~^ll dispatch/|^ll combine/|^ll FP8/|^ll FP4/|^ll order/|^ll copy/~--threads
-normal80~cc=80,sms=3~^dispatch/BF16|^dispatch/FP8|^dispatch/hidden|^dispatch/smallest region, 4|^combine/4|^combine/5|^combine/16|^combine/one|^worst/spare|^expand/rows straight|^expand/FP8|^expand/least memory, s|^expand/unred|^peer rows/BF16|^peer rows/worst|^normal mask/expanded|^normal mask/plain, a death before c~--threads
+normal80~cc=80,sms=3~^dispatch/BF16|^dispatch/FP8|^dispatch/hidden|^dispatch/smallest region, 4|^combine/4|^combine/5|^combine/16|^combine/one|^worst/spare|^expand/rows straight|^expand/FP8|^expand/least memory, s|^expand/unred|^peer rows/BF16|^peer rows/worst|^copy/|^normal mask/expanded|^normal mask/plain, a death before c~--threads
 normal120~cc=120,sms=3~^combine/16|^expand/unred|^dispatch/hidden|^normal mask/expanded, a~--threads
 combine90~cc=90,sms=3~^combine/|^layout/|^notify/|^isa/~--threads
 failures~cc=90,sms=3,seed=1~^mask/|^normal mask/|^shrink/|^failure/|^abort/|^timeout/|^mismatch/|^refused/~--threads

@@ -54,6 +54,7 @@ static const struct group *const process_groups[] = {&process_cases, &transport_
   X(release)      \
   X(statistics)   \
   X(ll_copy)      \
+  X(copy)         \
   X(random)
 #define TRANSPORT_GROUPS(X) \
   X(transport)              \

@@ -216,6 +216,10 @@ dk_dispatch_params dispatch_params(struct normal *n, uint32_t flags) {
   p.num_experts = topk ? spec->experts : 0;
   p.num_recv_tokens = spec->trust_matrix ? -1 : n->capacity;
   p.num_worst_tokens = spec->spare && !cached ? n->capacity : 0;
+  if (n->team->flags & DK_TEAM_NORMAL_COPY) {
+    p.flags |= DK_DISPATCH_COPIES;
+    p.exchange = n->notify_call;
+  }
   p.recv_segment = direct ? 3 : -1;
   p.recv_segment_offset = direct ? 4096 : 0;
   p.recv_x = n->recv_x.at;

@@ -250,6 +250,10 @@ dk_dispatch_params routed_dispatch(struct routed *n, uint32_t flags) {
   p.num_experts = n->routing->experts;
   p.num_recv_tokens = n->capacity;
   p.num_worst_tokens = spec->worst && !(flags & DK_DISPATCH_CACHED) ? n->capacity : 0;
+  if (n->team->flags & DK_TEAM_NORMAL_COPY) {
+    p.flags |= DK_DISPATCH_COPIES;
+    p.exchange = n->notify_call;
+  }
   p.recv_segment = direct ? 3 : -1;
   p.recv_segment_offset = direct ? 4096 : 0;
   p.recv_x = n->recv_x.at;

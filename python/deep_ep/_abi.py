@@ -247,7 +247,7 @@ class BufferInfo(ctypes.Structure):
         ("rdma_team_size", I32),
         ("reserved0", I32),
         ("ll_copies", I32),
-        ("reserved1", I32),
+        ("normal_copies", I32),
     ]
 
 

@@ -65,6 +65,7 @@ class Core:
         self.rank, self.group_size = int(info.rank), int(info.size)
         self.num_nvl_peers = int(info.num_nvl_peers)
         self.ll_transfer = "copy" if info.ll_copies else "sm"
+        self.normal_transfer = "copy" if info.normal_copies else "sm"
         self.num_nodes = max(1, self.group_size // self.num_nvl_peers) if self.num_nvl_peers else 1
         first, stride = int(info.rdma_team_start), int(info.rdma_team_stride)
         self.rdma_team = [first + stride * node for node in range(int(info.rdma_team_size))]

@@ -1000,6 +1000,11 @@ class Buffer:
         return self._core.ll_transfer
 
     @property
+    def normal_transfer(self) -> str:
+        """What moves rows of normal-mode dispatch inside a node: "sm" or "copy" (DEEPEP_NORMAL_TRANSFER)."""
+        return self._core.normal_transfer
+
+    @property
     def device(self) -> Any:
         """The torch.device of the buffer's tensors."""
         return self._core.device

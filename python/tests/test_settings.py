@@ -175,3 +175,53 @@ def rank_transfers(ctx, folder):
 
 def test_transfers(pool, tmp_path):
     pool.run(4, rank_transfers, str(tmp_path))
+
+
+def check_replays(ctx, buffer, x, exchange):
+    """A cached dispatch in a graph, with new rows in each replay."""
+    torch.cuda.synchronize()
+    ctx.barrier()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = buffer.dispatch(x, handle=exchange.handle)[0]
+    for factor in (1, -1, 0, 1):
+        x.copy_(normal.x_of(ctx, exchange.own) * factor)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(got, exchange.recv_x * factor)
+
+
+def rank_normal_transfers(ctx, folder):
+    """DEEPEP_NORMAL_TRANSFER: the same rows, also in a graph; who has no copy engines says so; ranks agree."""
+    from deep_ep import DeepEPError
+
+    case = Case((40, 33, 0, 57), hidden=512, experts=8, topk=3)
+    os.environ["DEEPEP_NORMAL_TRANSFER"] = "copy"
+    try:
+        with Log(ctx, folder) as log, normal.buffer_of(ctx) as buffer:
+            assert buffer.normal_transfer == ("sm" if ctx.engine == "cpu" else "copy")
+            for _ in range(3):
+                exchange = normal.dispatch_and_check(ctx, buffer, case)
+                x = normal.x_of(ctx, exchange.own)
+                again = buffer.dispatch(x, handle=exchange.handle)[0]
+                assert torch.equal(again, exchange.recv_x)
+                if ctx.device.type == "cuda":
+                    check_replays(ctx, buffer, x, exchange)
+                normal.combine(ctx, buffer, exchange)
+            if ctx.engine != "cpu":
+                with pytest.raises(DeepEPError, match="graphs hold copies of rows"):
+                    buffer.release()
+        assert len(log.lines("DEEPEP_NORMAL_TRANSFER=copy changes nothing")) == (1 if ctx.engine == "cpu" else 0), (
+            log.lines()
+        )
+        if ctx.engine != "cpu":
+            os.environ["DEEPEP_NORMAL_TRANSFER"] = "copy" if ctx.rank == 0 else "sm"
+            with pytest.raises(DeepEPError, match="ranks disagree on .*DEEPEP_NORMAL_TRANSFER"):
+                normal.buffer_of(ctx).__enter__()
+    finally:
+        del os.environ["DEEPEP_NORMAL_TRANSFER"]
+
+
+def test_normal_transfers(pool, tmp_path):
+    pool.stop()  # a process warns once
+    pool.run(4, rank_normal_transfers, str(tmp_path))

@@ -73,7 +73,7 @@ int32_t fake_capture(uint64_t *stream) {
 
 int32_t dk_info(dk_info_params *p) {
   p->abi_version = DK_ABI_VERSION;
-  p->caps = DK_CAP_GRAPH | DK_CAP_PEER_ROWS | DK_CAP_LL_COPY;
+  p->caps = DK_CAP_GRAPH | DK_CAP_PEER_ROWS | DK_CAP_LL_COPY | DK_CAP_NORMAL_COPY;
 #ifdef OLD_DRIVER
   p->device_error = 35;  // cudaErrorInsufficientDriver
   strcpy(p->reason, "the driver is too old");

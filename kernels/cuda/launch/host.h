@@ -22,6 +22,7 @@ namespace deepep {
 struct Team;
 struct InternodeTeam;  // launch/internode.h
 struct Copies;         // launch/copies.h
+struct Pulls;          // launch/pulls.h
 struct Device {
   int ordinal = 0, num_sms = 0, cc_major = 0, cc_minor = 0;
   bool bulk = false;      // use the Hopper kernels
@@ -51,6 +52,7 @@ struct Team {
   void *peers = nullptr;
   InternodeTeam *internode = nullptr;  // of a team with a transport
   Copies *copies = nullptr;            // of a team with DK_TEAM_LL_COPY
+  Pulls *pulls = nullptr;              // of a team with DK_TEAM_NORMAL_COPY
 
   // This rank's part of the device's SMs: blocks that wait for each other, or for other ranks' blocks, run together.
   int own_sms() const { return device->num_sms > sm_share ? device->num_sms / sm_share : 1; }

@@ -7,6 +7,7 @@
 #include "cuda/impl/normal/routed_dispatch_kernel.cuh"
 #include "cuda/impl/normal/routed_notify.cuh"
 #include "cuda/launch/internode.h"
+#include "cuda/launch/pulls.h"
 
 namespace deepep {
 namespace {
@@ -136,6 +137,8 @@ int32_t notify_with_routing(dk_notify_params *p) {
   const int blocks = min(min(max(1, ceil_div(p->num_tokens, kRoutedNotifyTokens)), kRoutedBlocks), team->own_sms());
   params.share = ceil_div(p->num_tokens, blocks);
   const OnDevice on(team->device);
+  const cudaError_t error = choose_note(team, p, &params.note);
+  if (error != cudaSuccess) return device_failure(p, error);
   const auto kernel =
       shrinks(team->view) ? deep_ep::intranode::notify_routed<true> : deep_ep::intranode::notify_routed<false>;
   kernel<<<blocks, kRoutedNotifyThreads, shared, stream_of(p->stream)>>>(params);
@@ -153,9 +156,11 @@ DK_EXPORT int32_t dk_notify(dk_notify_params *p) {
     return DK_EINVAL;
   if (p->expert_alignment < 1 || (p->num_experts > 0 && p->tokens_per_expert == 0)) return DK_EINVAL;
   if (static_cast<uint32_t>(p->num_experts / num_ranks) > max_local_experts(num_ranks)) return DK_EUNSUPPORTED;
-  const NotifyParams params{*p, session_of(p, DK_OP_NOTIFY, DK_PHASE_BOTH)};
+  NotifyParams params{*p, session_of(p, DK_OP_NOTIFY, DK_PHASE_BOTH)};
   if (is_remote(team)) return internode_notify(p, params);
   const OnDevice on(team->device);
+  const cudaError_t error = choose_note(team, p, &params.note);
+  if (error != cudaSuccess) return device_failure(p, error);
   deep_ep::intranode::notify_dispatch<<<1 + min(num_ranks, 16), kNotifyThreads, 0, stream_of(p->stream)>>>(params);
   return launched(p);
 }
@@ -307,12 +312,19 @@ DK_EXPORT int32_t dk_dispatch(dk_dispatch_params *p) {
   DispatchParams d = dispatch_params(p);
   const int blocks = blocks_for(team, p->num_sms);
   if (is_remote(team)) return internode_dispatch(p, d, blocks);
+  choose_pulls(team, &d);
   d.meta = meta_shape(d);
   if (dispatch_ring(d, false).slots == 0) return DK_EUNSUPPORTED;  // nvl region under min_nvl_bytes
 #if DEEPEP_SM90
-  if (team->device->bulk) return launch_dispatch<true>(p, d, blocks);
+  const int32_t result =
+      team->device->bulk ? launch_dispatch<true>(p, d, blocks) : launch_dispatch<false>(p, d, blocks);
+#else
+  const int32_t result = launch_dispatch<false>(p, d, blocks);
 #endif
-  return launch_dispatch<false>(p, d, blocks);
+  if (result != DK_OK || !d.pulls()) return result;
+  const OnDevice on(team->device);
+  const cudaError_t error = on.error() == cudaSuccess ? pull_rows(team, d) : on.error();
+  return error == cudaSuccess ? static_cast<int32_t>(DK_OK) : device_failure(p, error);
 }
 
 DK_EXPORT int32_t dk_combine(dk_combine_params *p) {

@@ -7,6 +7,7 @@
 #include "cuda/impl/small_kernels.cuh"
 #include "cuda/launch/copies.h"
 #include "cuda/launch/internode.h"
+#include "cuda/launch/pulls.h"
 #include "cuda/layout/low_latency.cuh"
 
 namespace deepep {
@@ -65,6 +66,7 @@ void free_team(Team *team) {
   // After a dk_stats_flush that timed out, its kernel may still read the scratch and write the caller's page.
   (void)cudaStreamSynchronize(team->device->service);
   destroy_copies(team);
+  destroy_pulls(team);
   internode_team_destroy(team);
   (void)cudaFree(team->scratch);
   (void)cudaFree(team->peers);
@@ -108,7 +110,7 @@ TeamView make_view(const dk_team_create_params *p) {
   view.wire = p->wire_offset;
   view.wire_bytes = p->wire_bytes;
   view.nvl = p->nvl_offset;
-  view.nvl_bytes = p->nvl_bytes;
+  view.nvl_bytes = (p->flags & DK_TEAM_NORMAL_COPY) != 0 ? p->nvl_bytes / 2 / 128 * 128 : p->nvl_bytes;
   view.rdma = p->rdma_offset;
   view.rdma_bytes = p->rdma_bytes;
   view.at = control_layout(p->num_ranks);
@@ -148,6 +150,7 @@ DK_EXPORT int32_t dk_block_sizes(dk_block_sizes_params *p) {
   p->wire_bytes = ring_flags(p->num_ranks).bytes + low_latency_wire_allowance(p->rdma_bytes);
   // Two slots for each source, with room for 64 indices and weights in a row's metadata.
   p->min_nvl_bytes = static_cast<uint64_t>(p->num_ranks) * 2 * align_up<uint64_t>(p->max_row_bytes + 1024, 128);
+  if ((p->flags & DK_TEAM_NORMAL_COPY) != 0) p->min_nvl_bytes *= 2;
   p->min_rdma_bytes = 0;  // no row goes through a transport
   const bool remote =
       p->num_nvl_peers > 0 && (p->num_ranks > p->num_nvl_peers || (p->flags & DK_TEAM_LL_TRANSPORT) != 0);
@@ -158,7 +161,7 @@ DK_EXPORT int32_t dk_team_create(dk_team_create_params *p) {
   DK_ENTER(p);
   if (!is_sane(p)) return DK_EINVAL;
   if (p->transport == 0 && (p->flags & DK_TEAM_LL_TRANSPORT) != 0) return DK_EUNSUPPORTED;
-  if (p->transport != 0 && (p->flags & DK_TEAM_LL_COPY) != 0) return DK_EUNSUPPORTED;
+  if (p->transport != 0 && (p->flags & (DK_TEAM_LL_COPY | DK_TEAM_NORMAL_COPY)) != 0) return DK_EUNSUPPORTED;
   const auto *blocks = pointer<const uint64_t>(p->host_peer_blocks);
   for (int r = 0; r < p->num_ranks; ++r)
     if (blocks[r] == 0 && p->transport == 0) return DK_EUNSUPPORTED;
@@ -170,6 +173,7 @@ DK_EXPORT int32_t dk_team_create(dk_team_create_params *p) {
   const OnDevice on(team->device);
   cudaError_t error = on.error() == cudaSuccess ? allocate_scratch(team, blocks) : on.error();
   if (error == cudaSuccess && (p->flags & DK_TEAM_LL_COPY) != 0) error = create_copies(team, blocks);
+  if (error == cudaSuccess && (p->flags & DK_TEAM_NORMAL_COPY) != 0) error = create_pulls(team, blocks);
   if (error != cudaSuccess) {
     free_team(team);
     return device_failure(p, error);
@@ -197,7 +201,9 @@ DK_EXPORT int32_t dk_team_release(dk_team_release_params *p) {
   auto *team = handle_of<Team>(p->team);
   if (team == nullptr) return DK_EINVAL;
   // Copies in graphs would go on, to memory that is not there.
-  if (team->internode != nullptr || (team->copies != nullptr && team->copies->captured)) return DK_EUNSUPPORTED;
+  if (team->internode != nullptr || (team->copies != nullptr && team->copies->captured) ||
+      (team->pulls != nullptr && team->pulls->captured))
+    return DK_EUNSUPPORTED;
   const OnDevice on(team->device);
   cudaError_t error = on.error();
   if (error == cudaSuccess && team->copies != nullptr) error = finish_copies(team);

@@ -112,6 +112,10 @@ struct TeamView {
   int32_t rank, num_ranks, num_nvl_peers;
   uint32_t flags;  // DK_TEAM_*
 
+  // Of DK_TEAM_NORMAL_COPY: rows of a dispatch for a rank, at their sender.
+  __host__ __device__ uint64_t outbox_bytes() const { return nvl_bytes / num_ranks / 128 * 128; }  // for one rank
+  __host__ __device__ uint64_t outbox(int rank) const { return nvl + nvl_bytes + rank * outbox_bytes(); }
+
 #ifdef __CUDACC__
   __device__ HandshakeMessage *handshake(int owner, int copy, int source) const {
     return reinterpret_cast<HandshakeMessage *>(peers[owner] + control + at.handshake) + copy * num_ranks + source;

@@ -69,7 +69,10 @@ __device__ inline bool set_up_dests(const DispatchParams &p, uint64_t epoch, Dis
     dest.meta_stride = ring.meta_stride;
     dest.meta = nvl + ring.meta(me, 0);
     dest.rows = nvl + ring.payload(me, 0);
-    if (dest.direct) {
+    if (from->segment == kPulled) {
+      dest.rows =
+          r == me ? p.recv_x() + static_cast<uint64_t>(dest.first_row) * p.row_bytes : team.self + team.outbox(r);
+    } else if (dest.direct) {
       const uint64_t segment = team.segments[r * DK_MAX_SEGMENTS + from->segment];
       dest.rows =
           pointer<uint8_t>(segment) + from->segment_offset + static_cast<uint64_t>(dest.first_row) * p.row_bytes;

@@ -22,6 +22,9 @@ struct MetaShape {
   uint32_t common_stride;  // as rows are loaded: scales, weights, experts, with room for what is made of them
 };
 
+// In place of the number of a segment: the receiver brings its rows by copies.
+constexpr int32_t kPulled = DK_MAX_SEGMENTS;
+
 // The arguments of a call, and what the launcher derives from them; arguments that the call does not use are 0. A
 // function hides the address of the same name and returns it as a typed pointer.
 struct DispatchParams : dk_dispatch_params {
@@ -30,8 +33,13 @@ struct DispatchParams : dk_dispatch_params {
   uint32_t row_bytes = 0, stage_bytes = 0;
   uint32_t meta_senders = 0;  // warps of a block that send metadata
   uint32_t meta_rows = 0;     // metadata of so many tokens is sent together
+  // This rank's rows stay in its peers' outboxes, from where copies bring them (launch/pulls.h). The host has made
+  // these by a matrix with this hash, by which so many rows arrive here.
+  uint32_t pulled_hash = 0;
+  int32_t pulled_rows = 0;
 
   __host__ __device__ bool cached() const { return (flags & DK_DISPATCH_CACHED) != 0; }
+  __host__ __device__ bool pulls() const { return recv_segment == kPulled; }
   __host__ __device__ bool has_weights() const { return num_topk > 0 && dk_dispatch_params::topk_weights != 0; }
   __host__ __device__ int index_words() const { return index_bytes / 4; }  // as the caller has them
   __device__ const uint8_t *x() const { return pointer<const uint8_t>(dk_dispatch_params::x); }

@@ -2,6 +2,7 @@
 #pragma once
 #include "cuda/impl/normal/combine_params.cuh"
 #include "cuda/impl/normal/dispatch_params.cuh"
+#include "cuda/impl/normal/matrix.cuh"
 #include "cuda/impl/normal/notify_params.cuh"
 #include "cuda/sync/agreement.cuh"
 
@@ -38,8 +39,7 @@ __device__ inline HandleState look_at_handle(const int32_t *matrix, const TeamVi
   for (int i = threadIdx.x; i < n * n; i += blockDim.x) {
     if (i != static_cast<int>(threadIdx.x)) entry = load_matrix_entry(matrix, n, i);
     const int rows = entry.rows, before = entry.before;
-    const uint32_t mixed = (static_cast<uint32_t>(rows) ^ static_cast<uint32_t>(i) * 0x9e3779b9u) * 0x85ebca6bu;
-    hash += mixed ^ mixed >> 15;
+    hash += matrix_hash(rows, i);
     const bool descends = rows < before, crowded = i == mine && room >= 0 && rows > room;
     if ((descends || crowded) &&
         atomicCAS(&state.field, static_cast<uint32_t>(DK_FIELD_NONE),
@@ -95,6 +95,12 @@ __device__ inline Handshake dispatch_handshake(const DispatchParams &p, uint64_t
                                                const WrongCounts &wrong) {
   HandleState handle{0, DK_FIELD_NONE, 0, 0};
   if (p.cached()) handle = look_at_handle(p.rank_prefix_matrix(), p.session.team, p.num_recv_tokens, early);
+  if (p.pulls() && p.cached() && handle.field == DK_FIELD_NONE && handle.hash != p.pulled_hash) {
+    const int n = p.session.team.num_ranks;
+    handle.field = DK_FIELD_PREFIX_MATRIX;
+    handle.expected = p.pulled_rows;
+    handle.seen = p.rank_prefix_matrix()[(n - 1) * n + p.session.team.rank];
+  }
   Handshake hand{};
   hand.epoch = epoch;
   hand.mine.hidden_bytes = p.row_bytes;

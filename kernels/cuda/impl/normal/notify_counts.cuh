@@ -87,12 +87,27 @@ __device__ inline void sum_matrix(const NotifyParams &p, Counts counts, Limit li
   }
 }
 
+// By one block: leaves the matrix for copies of later dispatches.
+__device__ inline void note_matrix(const NotifyParams &p) {
+  if (p.note == nullptr) return;
+  const int entries = p.session.team.num_ranks * p.session.team.num_ranks;
+  if (threadIdx.x == 0) {
+    ptx::st_relaxed_sys(&p.note->call, 0);
+    ptx::fence_acq_rel_sys();
+  }
+  __syncthreads();
+  for (int i = threadIdx.x; i < entries; i += static_cast<int>(blockDim.x))
+    p.note->matrix[i] = p.rank_prefix_matrix()[i];
+  __syncthreads();
+  if (threadIdx.x == 0) ptx::st_release_sys(&p.note->call, p.session.call);
+}
+
 // By one block, unless the notify failed: signals the host that the counts are valid.
 __device__ inline void announce_counts(const NotifyParams &p) {
-  __syncthreads();
-  if (threadIdx.x == 0 && p.counts() != nullptr && !has_failed(p.session) &&
-      ptx::ld_relaxed_gpu(&p.session.team.scratch->refusing) != kVoid)
-    ptx::st_release_sys(&p.counts()->seq, p.session.call);
+  const bool good = __syncthreads_or(threadIdx.x == 0 && !has_failed(p.session) &&
+                                     ptx::ld_relaxed_gpu(&p.session.team.scratch->refusing) != kVoid) != 0;
+  if (good) note_matrix(p);
+  if (threadIdx.x == 0 && p.counts() != nullptr && good) ptx::st_release_sys(&p.counts()->seq, p.session.call);
 }
 // By the last block. A dispatch that follows a void exchange moves nothing.
 __device__ inline void end_notify(const NotifyParams &p, bool failed) {

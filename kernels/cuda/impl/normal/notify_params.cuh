@@ -4,9 +4,16 @@
 
 namespace deepep {
 
+// The matrix of an exchange of counts, in host memory (launch/pulls.h).
+struct MatrixNote {
+  uint64_t call;  // of the notify, stored last; 0: it is being written
+  int32_t matrix[];
+};
+
 // The arguments of a call (see DispatchParams).
 struct NotifyParams : dk_notify_params {
   Session session{};
+  MatrixNote *note = nullptr;  // null: not wanted
 
   __device__ const int32_t *tokens_per_rank() const {
     return pointer<const int32_t>(dk_notify_params::tokens_per_rank);
