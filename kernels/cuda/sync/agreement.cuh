@@ -1,6 +1,6 @@
-// agreement.cuh - calls of normal mode, barriers and cleans of a team that shrinks, inside a node: which ranks take
-// part. The rules are those of kernels/cpu/team/agreement.h. Block 0's first warp finds out, the other blocks wait for
-// it. Lane l looks after the ranks l, l + 32, ...: bit l of a set's word w is rank 32 w + l.
+// agreement.cuh - calls of normal mode, barriers and cleans of a team that shrinks: which ranks take part. The rules
+// are those of kernels/cpu/team/agreement.h. Block 0's first warp finds out, the other blocks wait for it. Lane l looks
+// after the ranks l, l + 32, ...: bit l of a set's word w is rank 32 w + l.
 #pragma once
 #include "cuda/sync/session.cuh"
 
@@ -78,36 +78,13 @@ __device__ __noinline__ inline void post_to_members(const Session &s, const Hand
 
 constexpr uint64_t kDecided = 1, kRevision = 2, kNumber = 1 << 16;  // parts of Ballot::version
 
-struct Voter {
+// How ranks read and write what they agree by. Inside a node: by stores. Kernels across nodes have a Post of their own
+// (nvshmem/internode/normal/shrink.cuh). What a whole warp does, it does for each lane's rank r if that is `wanted`.
+struct MappedPost {
   const Session &s;
-  const Handshake &hand;
-  uint32_t here = 0;  // bit w: the message of this lane's rank of word w has arrived
-  uint32_t revision = 0;
-  uint64_t began = 0;
-  bool posted, decided = false, failed = false;
-  int left_by = -1;
 
-  __device__ Voter(const Session &s, const Handshake &hand) : s(s), hand(hand), posted(!is_patient(s)) {}
-
-  __device__ int words() const { return ceil_div(s.team.num_ranks, kWarp); }
-  __device__ uint32_t *set() const { return s.team.scratch->members; }
-  __device__ bool has(int r) const { return (ptx::ld_relaxed_gpu(&set()[r / kWarp]) >> (r % kWarp) & 1) != 0; }
-  __device__ bool looks_after(int w, int &r) const {  // a rank that is counted in
-    r = w * kWarp + lane_id();
-    return r < s.team.num_ranks && has(r);
-  }
-  __device__ uint64_t number_of(int r) const { return message_from(s.team, 0, r)->epoch; }
-
-  __device__ void begin() {
-    for (int w = 0; w < words(); ++w) {
-      const int r = w * kWarp + lane_id();
-      const uint32_t bits = __ballot_sync(kAllLanes, r < s.team.num_ranks && !is_without(s, r));
-      if (lane_id() == 0) set()[w] = s.team.scratch->told[w] = bits;
-      if (r < s.team.num_ranks) s.team.scratch->wait_ns[r] = 0;
-    }
-    __syncwarp();
-  }
-
+  __device__ const HandshakeMessage *message(int r) const { return message_from(s.team, 0, r); }
+  __device__ uint64_t number_of(int r) const { return message(r)->epoch; }
   // The peer's message of this call, in either place. While the peer masks this rank, what it sent is of other calls;
   // it makes its messages void before it takes the notice back.
   __device__ bool find(int r) const {
@@ -124,58 +101,113 @@ struct Voter {
     }
     return false;
   }
-
-  __device__ void compare(int r) {
-    const Difference difference = compare_messages(hand.mine, message_from(s.team, 0, r));
-    if (difference.field != DK_FIELD_NONE)
-      report_failure(s, DK_EMISMATCH, r, difference.field, difference.mine, difference.theirs, 0);
-  }
-
   // False: not posted yet, or being posted.
   __device__ bool read(int r, uint64_t &version) const {
     version = ptx::ld_acquire_sys(&s.team.ballot(s.team.rank, r)->version);
     return version / kNumber == number_of(r);
   }
+  __device__ bool is_posting(int r) const { return ptx::ld_acquire_sys(&s.team.ballot(s.team.rank, r)->version) == 0; }
   __device__ uint32_t word_of(int r, int w) const {
     return ptx::ld_relaxed_sys(&s.team.ballot(s.team.rank, r)->ranks[w]);
+  }
+
+  __device__ void begin() const {}
+  __device__ void post_message(const Handshake &hand, int r, bool wanted) const {
+    if (wanted) post_to_member(s, hand, r);
+  }
+  __device__ void prepare_ballot(uint64_t, const uint32_t *, int) const {}
+  __device__ void post_ballot(int r, bool wanted, uint64_t version, const uint32_t *set, int words) const {
+    if (!wanted) return;
+    Ballot *to = s.team.ballot(r, s.team.rank);
+    ptx::st_relaxed_sys(&to->version, 0);
+    ptx::fence_acq_rel_sys();
+    for (int i = 0; i < words; ++i) ptx::st_relaxed_sys(&to->ranks[i], ptx::ld_relaxed_gpu(&set[i]));
+    ptx::st_release_sys(&to->version, version);
+  }
+  __device__ void post_standing(int r, bool wanted) const {
+    if (wanted) tell_standing(s.team, r);
+  }
+  __device__ void post_notice(int r, bool wanted) const {
+    if (wanted) tell_masked(s, r);
+  }
+};
+
+template <class Post>
+struct Voter {
+  const Post by;
+  const Session &s = by.s;
+  const Handshake &hand;
+  uint32_t here = 0;     // bit w: the message of this lane's rank of word w has arrived
+  uint32_t excused = 0;  // likewise: is_late() has excused it
+  uint32_t revision = 0;
+  uint64_t began = 0;
+  bool posted, decided = false, failed = false;
+  bool heard = false;  // this lane has dropped ranks that a peer does not count in, in this wait
+  int left_by = -1;
+
+  __device__ Voter(const Handshake &hand, const Post &by) : by(by), hand(hand), posted(!is_patient(by.s)) {}
+
+  __device__ int words() const { return ceil_div(s.team.num_ranks, kWarp); }
+  __device__ uint32_t *set() const { return s.team.scratch->members; }
+  __device__ bool has(int r) const { return (ptx::ld_relaxed_gpu(&set()[r / kWarp]) >> (r % kWarp) & 1) != 0; }
+  __device__ bool looks_after(int w, int &r) const {  // a rank that is counted in
+    r = w * kWarp + lane_id();
+    return r < s.team.num_ranks && has(r);
+  }
+
+  __device__ void begin() {
+    by.begin();
+    for (int w = 0; w < words(); ++w) {
+      const int r = w * kWarp + lane_id();
+      const uint32_t bits = __ballot_sync(kAllLanes, r < s.team.num_ranks && !is_without(s, r));
+      if (lane_id() == 0) set()[w] = s.team.scratch->told[w] = bits;
+      if (r < s.team.num_ranks) s.team.scratch->wait_ns[r] = 0;
+    }
+    __syncwarp();
+  }
+
+  __device__ void compare(int r) {
+    const Difference difference = compare_messages(hand.mine, by.message(r));
+    if (difference.field != DK_FIELD_NONE)
+      report_failure(s, DK_EMISMATCH, r, difference.field, difference.mine, difference.theirs, 0);
   }
 
   // Drops whom the peer does not count in. Returns whether the peer has decided.
   __device__ bool hear(int r) {
     const int me = s.team.rank;
     uint64_t version, again;
-    if (!read(r, version)) return false;
+    if (!by.read(r, version)) return false;
     uint32_t mine = 0;
     bool differs = false;
     for (int w = 0; w < words(); ++w) {
-      const uint32_t theirs = word_of(r, w);
+      const uint32_t theirs = by.word_of(r, w);
       if (w == me / kWarp) mine = theirs >> (me % kWarp) & 1;
       differs |= theirs != ptx::ld_relaxed_gpu(&set()[w]);
     }
     ptx::fence_acq_rel_sys();
-    if (!read(r, again) || again != version) return false;
+    if (!by.read(r, again) || again != version) return false;
     if (mine == 0) {
       left_by = r;
       return false;
     }
     if ((version & kDecided) != 0) return true;
     for (int w = 0; differs && w < words(); ++w) {
-      const uint32_t theirs = word_of(r, w);  // may have lost more ranks by now
-      if ((theirs >> (me % kWarp) & 1) != 0 || w != me / kWarp) atomicAnd(&set()[w], theirs);
+      const uint32_t theirs = by.word_of(r, w);  // may have lost more ranks by now
+      if ((theirs >> (me % kWarp) & 1) != 0 || w != me / kWarp) heard |= (atomicAnd(&set()[w], theirs) & ~theirs) != 0;
     }
     return false;
   }
   __device__ bool agrees(int r) const {
     uint64_t version;
-    if (!read(r, version)) return false;
+    if (!by.read(r, version)) return false;
     bool same = true;
-    for (int w = 0; w < words(); ++w) same &= word_of(r, w) == ptx::ld_relaxed_gpu(&set()[w]);
+    for (int w = 0; w < words(); ++w) same &= by.word_of(r, w) == ptx::ld_relaxed_gpu(&set()[w]);
     return same;
   }
 
   // A peer's decision holds for this rank too.
   __device__ void adopt(int r) {
-    for (int w = lane_id(); w < words(); w += kWarp) set()[w] = word_of(r, w);
+    for (int w = lane_id(); w < words(); w += kWarp) set()[w] = by.word_of(r, w);
     decided = true;
     __syncwarp();
   }
@@ -183,14 +215,11 @@ struct Voter {
   __device__ void post() {
     const TeamView &team = s.team;
     const uint64_t version = hand.epoch * kNumber + ++revision * kRevision + (decided ? kDecided : 0);
+    by.prepare_ballot(version, set(), words());
     for (int w = 0; w < words(); ++w) {
       const int r = w * kWarp + lane_id();
-      if (r >= team.num_ranks || r == team.rank || (team.scratch->told[w] >> lane_id() & 1) == 0) continue;
-      Ballot *to = team.ballot(r, team.rank);
-      ptx::st_relaxed_sys(&to->version, 0);
-      ptx::fence_acq_rel_sys();
-      for (int i = 0; i < words(); ++i) ptx::st_relaxed_sys(&to->ranks[i], ptx::ld_relaxed_gpu(&set()[i]));
-      ptx::st_release_sys(&to->version, version);
+      const bool told = r < team.num_ranks && r != team.rank && (team.scratch->told[w] >> lane_id() & 1) != 0;
+      by.post_ballot(r, told, version, set(), words());
     }
     for (int w = lane_id(); w < words(); w += kWarp) team.scratch->posted[w] = ptx::ld_relaxed_gpu(&set()[w]);
     __syncwarp();
@@ -224,7 +253,8 @@ struct Voter {
     posted = __all_sync(kAllLanes, missing < 0) != 0;
     for (int w = 0; posted && w < words(); ++w) {
       int r;
-      if (looks_after(w, r)) post_to_member(s, hand, r);
+      const bool counted = looks_after(w, r);
+      by.post_message(hand, r, counted);
     }
     __syncwarp();
     return posted;
@@ -239,7 +269,7 @@ struct Voter {
     for (int w = 0; w < words(); ++w) {
       int r;
       if (!looks_after(w, r)) continue;
-      if ((here >> w & 1) == 0 && find(r)) {
+      if ((here >> w & 1) == 0 && by.find(r)) {
         here |= 1u << w;
         if (began != 0) s.team.scratch->wait_ns[r] = ptx::global_timer_ns() - began;
         compare(r);
@@ -267,19 +297,52 @@ struct Voter {
     return decided;
   }
 
+  // Of a rank that is counted in, at the deadline: whether it has not done its part. A ballot that comes at this moment
+  // says that it has: all ranks may have the same deadline. Unrolled, these loops and those of drop() make dispatch for
+  // sm_80 spill, which keeps its own values in registers across the agreement.
+  __device__ bool is_late(int w, int r) {
+    if ((here >> w & 1) == 0) return true;
+    if (revision == 0) return false;
+    uint64_t version;
+    bool posting = false, posted_one = by.read(r, version);
+#pragma unroll 1
+    for (int look = 0; !posted_one && look < 3; ++look) {  // it may become whole between two looks
+      posting |= by.is_posting(r);
+      posted_one = by.read(r, version);
+    }
+    if (!posted_one) {
+      const bool excuse = posting && (excused >> w & 1) == 0;  // once
+      excused |= excuse ? 1u << w : 0;
+      return !excuse;
+    }
+    bool same = true;
+#pragma unroll 1
+    for (int i = 0; i < words(); ++i) {
+      const uint32_t theirs = by.word_of(r, i), mine = ptx::ld_relaxed_gpu(&set()[i]);
+      same &= theirs == mine;
+      if ((mine & ~theirs) != 0) return false;  // hear() takes it over
+    }
+    return !same;
+  }
+
   // Of this lane's ranks those that are dead, or all that are late. A rank that has masked this one, and does not lift
   // the mask, leaves this one out, not the other way round.
   __device__ void drop(uint32_t code) {
+    uint32_t dropped = 0;  // bit w: this lane's rank of word w. The set stays as it is until all lanes have looked
+#pragma unroll 1
     for (int w = 0; w < words(); ++w) {
       int r;
       if (!looks_after(w, r) || r == s.team.rank) continue;
-      const bool awaited = (here >> w & 1) == 0 || (revision != 0 && !agrees(r));
-      if (!awaited || (code == DK_EPEERDEAD && !is_dead(s, r))) continue;
+      if (!is_late(w, r) || (code == DK_EPEERDEAD && !is_dead(s, r))) continue;
       if (!is_dead(s, r) && ptx::ld_acquire_sys(s.team.notice(s.team.rank, r)) != 0)
         left_by = r;
       else
-        atomicAnd(&set()[w], ~(1u << lane_id()));
+        dropped |= 1u << w;
     }
+    __syncwarp();
+#pragma unroll 1
+    for (int w = 0; w < words(); ++w)
+      if ((dropped >> w & 1) != 0) atomicAnd(&set()[w], ~(1u << lane_id()));
     __syncwarp();
   }
 
@@ -299,7 +362,9 @@ struct Voter {
       failed = __any_sync(kAllLanes, has_failed(s)) != 0;
       if (code == 0 || failed) continue;
       if (code == DK_ETIMEOUT || code == DK_EPEERDEAD) {
-        drop(code);
+        const bool changed = __any_sync(kAllLanes, heard) != 0;  // a moment ago: the others have not answered yet
+        heard = false;
+        if (code == DK_EPEERDEAD || !changed) drop(code);
         share_left_by();
         continue;
       }
@@ -318,7 +383,10 @@ struct Voter {
       report_refusal(s, kVoid, DK_ESTATE, left_by, DK_FIELD_MASKED, 0, left_by);
     }
     __syncwarp();
-    for (int r = lane_id(); r < team.num_ranks; r += kWarp) tell_standing(team, r);
+    for (int w = 0; w < words(); ++w) {
+      const int r = w * kWarp + lane_id();
+      by.post_standing(r, r < team.num_ranks);
+    }
   }
 
   // Masks the others and tells them, before anything that this rank does without them. Returns whether no rank refuses.
@@ -328,15 +396,14 @@ struct Voter {
     bool refused = false;
     for (int w = 0; w < words(); ++w) {
       const int r = w * kWarp + lane_id();
-      if (r >= team.num_ranks) continue;
-      if (!has(r)) {
-        if (atomicExch(&team.scratch->masked[r], 1u) == 0) tell_masked(s, r);
-        continue;
-      }
-      const uint64_t number = number_of(r);
+      const bool is_rank = r < team.num_ranks, counted = is_rank && has(r);
+      const bool dropped = is_rank && !counted && atomicExch(&team.scratch->masked[r], 1u) == 0;
+      by.post_notice(r, dropped);
+      if (!counted) continue;
+      const uint64_t number = by.number_of(r);
       newest = max(newest, number);
       team.scratch->received[r] = number;
-      refused |= is_refused(s, hand, r, message_from(team, 0, r));
+      refused |= is_refused(s, hand, r, by.message(r));
     }
     for (int step = kWarp / 2; step > 0; step /= 2) newest = max(newest, __shfl_xor_sync(kAllLanes, newest, step));
     epoch = newest;
@@ -344,8 +411,9 @@ struct Voter {
   }
 };
 
-__device__ __noinline__ inline void agree(const Session &s, const Handshake &hand) {
-  Voter voter(s, hand);
+template <class Post>
+__device__ __noinline__ inline void agree(const Session &s, const Handshake &hand, const Post &by) {
+  Voter<Post> voter(hand, by);
   uint64_t epoch = hand.epoch;
   bool good = false;
   voter.run();
@@ -364,10 +432,12 @@ __device__ __noinline__ inline void agree(const Session &s, const Handshake &han
 
 // Whole block: the number of the call that all who take part agree on. False: this rank takes no part, a rank refuses
 // the call, or the team has failed.
-__device__ __noinline__ inline bool await_agreement(const Session &s, const Handshake &hand, uint64_t &epoch) {
+template <class Post>
+__device__ __noinline__ inline bool await_agreement(const Session &s, const Handshake &hand, uint64_t &epoch,
+                                                    const Post &by) {
   Scratch *scratch = s.team.scratch;
   if (blockIdx.x == 0) {
-    if (warp_id() == 0) agree(s, hand);
+    if (warp_id() == 0) agree(s, hand, by);
   } else if (threadIdx.x == 0) {  // block 0 ends its waits
     uint64_t start;
     poll_until(start, [&] { return ptx::ld_acquire_sys(&scratch->agreed) >= hand.epoch; }, [](uint32_t) { return 0u; });
@@ -376,6 +446,9 @@ __device__ __noinline__ inline bool await_agreement(const Session &s, const Hand
   ptx::fence_acq_rel_sys();
   epoch = ptx::ld_relaxed_gpu(&scratch->agreed_epoch);
   return ptx::ld_relaxed_gpu(&scratch->agreed_good) != 0;
+}
+__device__ __forceinline__ bool await_agreement(const Session &s, const Handshake &hand, uint64_t &epoch) {
+  return await_agreement(s, hand, epoch, MappedPost{s});
 }
 
 // Whole block.
