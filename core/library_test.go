@@ -117,10 +117,13 @@ func TestHintsOfNodesCoverTheFloor(t *testing.T) {
 				if err != nil {
 					t.Fatal(err)
 				}
-				p := &abi.BlockSizesParams{NumRanks: int32(top.Ranks), NumNVLPeers: int32(top.NodeSize()), NVLBytes: nvl, RDMABytes: rdma,
-					MaxRowBytes: uint64(hiddenBytes) + 4*plan.MaxScales}
-				if code := l.BlockSizes(p); code != 0 || p.MinNVLBytes > nvl || p.MinRDMABytes == 0 || p.MinRDMABytes > rdma {
-					t.Errorf("%+v, %+v, rows of %d: floors %d and %d, hints %d and %d (code %d)", c, top, hiddenBytes, p.MinNVLBytes, p.MinRDMABytes, nvl, rdma, code)
+				for _, flags := range []uint32{0, abi.TeamShrink} {
+					p := &abi.BlockSizesParams{NumRanks: int32(top.Ranks), NumNVLPeers: int32(top.NodeSize()), NVLBytes: nvl, RDMABytes: rdma,
+						MaxRowBytes: uint64(hiddenBytes) + 4*plan.MaxScales, Flags: flags}
+					if code := l.BlockSizes(p); code != 0 || p.MinNVLBytes > nvl || p.MinRDMABytes == 0 || p.MinRDMABytes > rdma {
+						t.Errorf("%+v, %+v, flags %d, rows of %d: floors %d and %d, hints %d and %d (code %d)",
+							c, top, flags, hiddenBytes, p.MinNVLBytes, p.MinRDMABytes, nvl, rdma, code)
+					}
 				}
 			}
 		}

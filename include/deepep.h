@@ -165,7 +165,7 @@ typedef struct deepep_buffer_options {
   int32_t allow_nvlink_for_low_latency_mode; /* 0: low-latency calls reach also ranks of this node by RDMA */
   int32_t allow_mnnvl;                       /* 1: "cuda", several nodes: NVSHMEM may use NVLink between hosts */
   int32_t use_fabric;                        /* 1: share memory by fabric handles */
-  int32_t enable_shrink;                     /* 1: calls go on without lost ranks; normal mode on GPUs: in a node */
+  int32_t enable_shrink;                     /* 1: calls go on without lost ranks, which are masked */
   int32_t preinitialize;                     /* 1: bring memory in now that the first calls would bring in: on GPUs the
                                                 regions, with "cpu" up to DEEPEP_PREINIT_BYTES (256 MiB) */
   int32_t background;                        /* 1: return at once; the first operation waits for the start-up */

@@ -121,8 +121,8 @@ func (b *Buffer) explain(f *abi.Failure) error {
 	case status.Timeout, status.PeerDead:
 		err := b.explainPeer(head, code, f)
 		normal := f.Op == abi.OpNotify || f.Op == abi.OpDispatch || f.Op == abi.OpCombine
-		if normal && b.opt.Shrink && b.top.Nodes() > 1 && f.Peer >= 0 && int(f.Peer) != b.rank { // not this rank's own network
-			return status.Errorf(status.CodeOf(err), "%w; normal mode among nodes cannot go on without a rank here, enable_shrink does so inside a node", err)
+		if normal && b.opt.Shrink && b.top.Nodes() > 1 && !b.opt.Library.Has(abi.CapShrinkNodes) && f.Peer >= 0 && int(f.Peer) != b.rank { // not this rank's own network
+			return status.Errorf(status.CodeOf(err), "%w; normal mode among nodes cannot go on without a rank with this kernel library, enable_shrink does so inside a node", err)
 		}
 		return err
 	case status.Mismatch:

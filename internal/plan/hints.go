@@ -49,7 +49,9 @@ func (c Config) RDMABytes(hiddenBytes int64, t Topology) (uint64, error) {
 	row := uint64(hiddenBytes) + sourceBytes + MaxTopK*(indexBytes+scaleBytes) + MaxScales*scaleBytes + controlMessage
 	counters := uint64(t.Peers*2+2) * 4
 	const spare = 1 << 20
-	return align(2*lanes*(counters+uint64(c.RDMARecvChunk)*row)+spare, alignBytes), nil
+	// Two rows to and two from each rank, as a buffer with enable_shrink needs: more than the lanes where chunks are tiny.
+	floor := 4 * uint64(t.Ranks) * align(row+4*uint64(t.NodeSize()), alignBytes)
+	return align(max(2*lanes*(counters+uint64(c.RDMARecvChunk)*row)+spare, floor), alignBytes), nil
 }
 
 // HintTopology is the topology that size hints assume: its last node counts as full, for hints are asked for before there

@@ -209,7 +209,8 @@ enum {
   DK_CAP_ROUTED_NODES = 64, /* teams that span nodes take calls with a routing */
   DK_CAP_ROUTED_SHRINK = 128, /* teams that shrink, on one node, take calls with a routing */
   DK_CAP_LL_COPY = 256,       /* DK_TEAM_LL_COPY changes how rows cross */
-  DK_CAP_NORMAL_COPY = 512    /* likewise DK_TEAM_NORMAL_COPY */
+  DK_CAP_NORMAL_COPY = 512,   /* likewise DK_TEAM_NORMAL_COPY */
+  DK_CAP_SHRINK_NODES = 1024  /* normal mode of teams that shrink and span nodes goes on without lost ranks */
 };
 typedef struct dk_info_params {
   DK_HEADER;

@@ -77,11 +77,15 @@ const std::vector<int> &transport_queues(uint64_t transport);  // handles; none 
 
 namespace deepep {
 
+namespace internode {
+struct ShrinkView;  // shrink_layout.h
+}
 struct InternodeTeam {
   internode::NodeView view{};
   void *state = nullptr;  // device: internode::NormalState
   int *queues = nullptr;  // device
   internode::LowLatencyTeam *low_latency = nullptr;
+  internode::ShrinkView *shrink = nullptr;  // null: normal mode does not shrink
 };
 
 }  // namespace deepep

@@ -46,6 +46,7 @@ cudaError_t load_low_latency_kernels() {
   cudaFuncAttributes attributes{};
   cudaError_t error = cudaFuncGetAttributes(&attributes, deep_ep::internode_ll::dispatch);
   if (error == cudaSuccess) error = cudaFuncGetAttributes(&attributes, deep_ep::internode_ll::combine);
+  if (error == cudaSuccess) error = cudaFuncGetAttributes(&attributes, internode_shrinking_mask_kernel);
   return error == cudaSuccess ? cudaFuncGetAttributes(&attributes, internode_mask_kernel) : error;
 }
 
@@ -57,8 +58,13 @@ void internode_ll_layout(dk_ll_layout_params *p) {
 }
 
 int32_t internode_mask(dk_mask_params *p, const MaskParams &params) {
-  const OnDevice on(handle_of<Team>(p->team)->device);
-  internode_mask_kernel<<<1, 128, 0, stream_of(p->stream)>>>(params);
+  const Team *team = handle_of<Team>(p->team);
+  const InternodeTeam &nodes = *team->internode;
+  const OnDevice on(team->device);
+  if (nodes.shrink != nullptr)
+    internode_shrinking_mask_kernel<<<1, 128, 0, stream_of(p->stream)>>>({params, nodes.view, *nodes.shrink});
+  else
+    internode_mask_kernel<<<1, 128, 0, stream_of(p->stream)>>>(params);
   return launched(p);
 }
 

@@ -3,6 +3,7 @@
 #pragma once
 #include "cuda/sync/masks.cuh"
 #include "internode/low_latency/common.cuh"
+#include "internode/standing.cuh"
 
 namespace deepep::internode {
 
@@ -28,6 +29,55 @@ __global__ void __launch_bounds__(128, 1) internode_mask_kernel(const __grid_con
   });
   const bool dead = is_any_rank_dead(s.team);
   if (__syncthreads_or(lifted) != 0 && !dead && threadIdx.x == 0) quiet_by_thread();
+  finish(s, [&](bool failed) { record_kernel(s, nullptr, true, failed); });
+}
+
+// Where normal mode too goes on without masked ranks: ranks of other nodes are told as those of this one.
+struct ShrinkMaskParams {
+  MaskParams m;
+  NodeView internode;
+  ShrinkView shrink;
+};
+
+// By one warp, after change_masks.
+__device__ inline void tell_other_nodes(const ShrinkMaskParams &p, bool lifts) {
+  const Session &s = p.m.session;
+  for (int r = 0; r < s.team.num_ranks; ++r) {
+    if (p.internode.is_local(r)) continue;
+    const bool dead = *static_cast<volatile uint8_t *>(&s.team.status->dead[r]) != 0, masked = is_masked(s, r);
+    bool tells = lifts;
+    if (lane_id() == 0 && masked) tells |= note_mask(s.team, p.shrink, r);
+    if (lane_id() == 0 && !masked) p.shrink.state->notices[r] = 0;
+    __syncwarp();
+    if (__any_sync(kAllLanes, tells) == 0 || __any_sync(kAllLanes, dead) != 0) continue;
+    put_standing(s.team, p.shrink, r,
+                 [](void *to, const void *from, uint32_t bytes, uint64_t *word, uint64_t value, int rank) {
+                   put_by_warp(to, from, bytes, word, value, rank);
+                 });
+  }
+}
+
+// One block. Before a mask is lifted all that this rank has put is complete: what it told before comes before.
+__global__ void __launch_bounds__(128, 1) internode_shrinking_mask_kernel(const __grid_constant__ ShrinkMaskParams p) {
+  const Session &s = p.m.session;
+  const bool lifts = p.m.what == DK_MASK_CLEAN || (p.m.what == DK_MASK_UPDATE && p.m.value == 0);
+  if (begin(s)) {
+    publish_newest_by_last_warp(s.team);
+    if (lifts && !is_any_rank_dead(s.team) && threadIdx.x == 0) quiet_by_thread();
+    __syncthreads();
+    change_masks(p.m, [&](int r, uint64_t call) {
+      if (uses_stores(s.team, r))
+        ptx::st_release_sys(s.team.given_up(s.team.peers[r], s.team.rank), call);
+      else
+        signal_by_thread(s.team.given_up(s.team.self, s.team.rank), call, r);
+    });
+    __syncthreads();
+    if (p.m.what != DK_MASK_QUERY && warp_id() == 0) tell_other_nodes(p, lifts);
+    const bool dead = is_any_rank_dead(s.team);
+    if (lifts && !dead && threadIdx.x == 0) quiet_by_thread();
+  } else if (p.m.what == DK_MASK_QUERY) {
+    change_masks(p.m, [](int, uint64_t) {});
+  }
   finish(s, [&](bool failed) { record_kernel(s, nullptr, true, failed); });
 }
 

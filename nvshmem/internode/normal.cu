@@ -3,6 +3,9 @@
 #include "internode/normal/combine.cuh"
 #include "internode/normal/dispatch.cuh"
 #include "internode/normal/notify.cuh"
+#include "internode/normal/shrink_combine.cuh"
+#include "internode/normal/shrink_dispatch.cuh"
+#include "internode/normal/shrink_notify.cuh"
 #include "internode/routed/launch.cuh"
 
 namespace deepep {
@@ -15,6 +18,12 @@ constexpr size_t kMaxRowLists = 200 * 1024;  // shared memory of combine's lists
 template <class P>
 int32_t launch_barrier(P *p, uint32_t op, bool counts_as_call) {
   const Team *team = handle_of<Team>(p->team);
+  if (team->internode->shrink != nullptr && spans_nodes(team)) {
+    const OnDevice on(team->device);
+    internode_shrinking_barrier_kernel<<<1, 256, 0, stream_of(p->stream)>>>(
+        {session_of(p, op, DK_PHASE_BOTH), team->internode->view, *team->internode->shrink, counts_as_call});
+    return launched(p);
+  }
   InternodeBarrierParams params{};
   params.session = session_of(p, op, DK_PHASE_BOTH);
   params.internode = team->internode->view;
@@ -22,6 +31,56 @@ int32_t launch_barrier(P *p, uint32_t op, bool counts_as_call) {
   const OnDevice on(team->device);
   internode_barrier_kernel<<<1, 256, 0, stream_of(p->stream)>>>(params);
   return launched(p);
+}
+
+// Dynamic shared memory beyond what a kernel gets without opting in.
+template <class Kernel>
+cudaError_t opt_in(Kernel *kernel, size_t shared) {
+  if (shared <= 40 * 1024) return cudaSuccess;
+  return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared));
+}
+
+// ---- Teams that shrink ----------------------------------------------------------------------------------------------
+
+int32_t launch_shrinking(dk_notify_params *p, const NotifyParams &n, const Team *team) {
+  const OnDevice on(team->device);
+  deep_ep::internode::
+      notify_dispatch_shrinking<<<1 + min(team->view.num_ranks, 16), kNotifyThreads, 0, stream_of(p->stream)>>>(
+          {n, team->internode->view, *team->internode->shrink});
+  return launched(p);
+}
+
+int32_t launch_shrinking(dk_dispatch_params *p, const DispatchParams &d, int blocks, const Team *team) {
+  const ShrinkDispatchParams params{d, team->internode->view, *team->internode->shrink,
+                                    pair_rings(team->view, d.row_bytes + 4ull * pair_words(d).end)};
+  if (params.rings.places == 0) return DK_EUNSUPPORTED;  // rdma region under min_rdma_bytes
+  const OnDevice on(team->device);
+  deep_ep::internode::
+      dispatch_with_notify_shrinking<<<blocks, ShrinkDispatchRoles::kThreads, 0, stream_of(p->stream)>>>(params);
+  return launched(p);
+}
+
+int32_t launch_shrinking(dk_combine_params *p, const CombineParams &c, int blocks, const Team *team) {
+  const ShrinkCombineParams params{c, team->internode->view, *team->internode->shrink,
+                                   pair_rings(team->view, c.row_bytes + 4ull * c.num_topk)};
+  if (params.rings.places == 0) return DK_EUNSUPPORTED;  // rdma region under min_rdma_bytes
+  const size_t shared = sizeof(uint64_t) * ShrinkCombineRoles::kSums * team->view.num_ranks;
+  const OnDevice on(team->device);
+  const cudaError_t error = opt_in(deep_ep::internode::combine_with_notify_shrinking, shared);
+  if (error != cudaSuccess) return device_failure(p, error);
+  deep_ep::internode::
+      combine_with_notify_shrinking<<<blocks, ShrinkCombineRoles::kThreads, shared, stream_of(p->stream)>>>(params);
+  return launched(p);
+}
+
+cudaError_t load_shrinking_kernels() {
+  cudaFuncAttributes attributes{};
+  cudaError_t error = cudaFuncGetAttributes(&attributes, deep_ep::internode::notify_dispatch_shrinking);
+  if (error == cudaSuccess) error = cudaFuncGetAttributes(&attributes, internode_shrinking_barrier_kernel);
+  if (error == cudaSuccess)
+    error = cudaFuncGetAttributes(&attributes, deep_ep::internode::dispatch_with_notify_shrinking);
+  return error == cudaSuccess ? cudaFuncGetAttributes(&attributes, deep_ep::internode::combine_with_notify_shrinking)
+                              : error;
 }
 
 }  // namespace
@@ -32,11 +91,13 @@ cudaError_t internode::load_normal_kernels() {
   if (error == cudaSuccess) error = cudaFuncGetAttributes(&attributes, internode_barrier_kernel);
   if (error == cudaSuccess) error = cudaFuncGetAttributes(&attributes, deep_ep::internode::dispatch_with_notify);
   if (error == cudaSuccess) error = cudaFuncGetAttributes(&attributes, deep_ep::internode::combine_with_notify);
+  if (error == cudaSuccess) error = load_shrinking_kernels();
   return error == cudaSuccess ? load_routed_kernels() : error;
 }
 
 int32_t internode_notify(dk_notify_params *p, const NotifyParams &n) {
   const Team *team = handle_of<Team>(p->team);
+  if (team->internode->shrink != nullptr) return launch_shrinking(p, n, team);
   const InternodeNotifyParams params{n, team->internode->view};
   const OnDevice on(team->device);
   deep_ep::internode::notify_dispatch<<<1 + min(team->view.num_ranks, 16), kNotifyThreads, 0, stream_of(p->stream)>>>(
@@ -47,6 +108,7 @@ int32_t internode_notify(dk_notify_params *p, const NotifyParams &n) {
 int32_t internode_dispatch(dk_dispatch_params *p, const DispatchParams &d, int blocks) {
   if (p->routing != DK_ROUTING_NONE) return launch_routed_dispatch(p, d, blocks);
   const Team *team = handle_of<Team>(p->team);
+  if (team->internode->shrink != nullptr) return launch_shrinking(p, d, blocks, team);
   InternodeDispatchParams params{d, team->internode->view, {}, {}, static_cast<NormalState *>(team->internode->state)};
   params.rings =
       row_rings(team->view, params.internode, d.row_bytes + 4ull * RowWords(d, params.internode.num_peers).end, false);
@@ -60,6 +122,7 @@ int32_t internode_dispatch(dk_dispatch_params *p, const DispatchParams &d, int b
 int32_t internode_combine(dk_combine_params *p, const CombineParams &c, int blocks) {
   if (p->routing != DK_ROUTING_NONE) return launch_routed_combine(p, c, blocks);
   const Team *team = handle_of<Team>(p->team);
+  if (team->internode->shrink != nullptr) return launch_shrinking(p, c, blocks, team);
   if (p->num_recv_tokens > 0 && p->recv_src_idx == 0) return DK_EINVAL;
   InternodeCombineParams params{c, team->internode->view, {}, {}};
   params.rings = row_rings(team->view, params.internode, c.row_bytes + 4ull * (1 + c.num_topk), true);
@@ -70,11 +133,8 @@ int32_t internode_combine(dk_combine_params *p, const CombineParams &c, int bloc
       sizeof(void *) * CombineRoles::kWarps * (params.internode.num_peers + params.internode.num_nodes);
   if (shared > kMaxRowLists) return DK_EUNSUPPORTED;
   const OnDevice on(team->device);
-  if (shared > 40 * 1024) {  // beyond what a kernel gets without opting in
-    const cudaError_t error = cudaFuncSetAttribute(
-        deep_ep::internode::combine_with_notify, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared));
-    if (error != cudaSuccess) return device_failure(p, error);
-  }
+  const cudaError_t error = opt_in(deep_ep::internode::combine_with_notify, shared);
+  if (error != cudaSuccess) return device_failure(p, error);
   deep_ep::internode::combine_with_notify<<<blocks, CombineRoles::kThreads, shared, stream_of(p->stream)>>>(params);
   return launched(p);
 }

@@ -3,6 +3,7 @@
 
 #include "cuda/launch/internode.h"
 #include "internode/normal/rings.h"
+#include "internode/shrink_layout.h"
 
 namespace deepep {
 namespace {
@@ -11,6 +12,11 @@ namespace {
 constexpr uint64_t kRowExtras = 1024;
 
 uint64_t local_control_bytes(int num_ranks) { return control_layout(num_ranks).bytes; }
+
+// Where the parts of teams that shrink lie; all teams have room for them.
+internode::ShrinkOffsets shrink_offsets_of(uint64_t low_latency_outbox, int num_ranks) {
+  return internode::shrink_offsets(low_latency_outbox + internode::kLowLatencyOutboxBytes, num_ranks);
+}
 
 // All nodes have the same number of ranks, so that each rank has a partner on every other node. Blocks of this node are
 // mapped; the transport reaches the others.
@@ -35,7 +41,7 @@ int32_t fill_view(const dk_team_create_params *p, internode::NodeView *view) {
   view->index = p->rank % peers;
   view->at = internode::control_offsets(p->control_offset + local_control_bytes(p->num_ranks), p->num_ranks, peers);
   view->low_latency_outbox = view->at.end;
-  const uint64_t end = view->low_latency_outbox + internode::kLowLatencyOutboxBytes;
+  const uint64_t end = shrink_offsets_of(view->low_latency_outbox, p->num_ranks).end;
   return p->control_bytes < end - p->control_offset ? DK_EINVAL : DK_OK;
 }
 
@@ -56,18 +62,32 @@ cudaError_t allocate(InternodeTeam *team, const std::vector<int> &queues, cudaSt
   return error == cudaSuccess ? cudaStreamSynchronize(service) : error;
 }
 
+cudaError_t allocate_shrink(Team *team) {
+  auto *view = new (std::nothrow) internode::ShrinkView{};
+  if (view == nullptr) return cudaErrorMemoryAllocation;
+  team->internode->shrink = view;
+  const int num_ranks = team->view.num_ranks;
+  view->at = shrink_offsets_of(team->internode->view.low_latency_outbox, num_ranks);
+  const size_t bytes = internode::shrink_state_bytes(num_ranks);
+  cudaError_t error = cudaMalloc(reinterpret_cast<void **>(&view->state), bytes);
+  if (error == cudaSuccess) error = cudaMemsetAsync(view->state, 0, bytes, team->device->service);
+  return error == cudaSuccess ? cudaStreamSynchronize(team->device->service) : error;
+}
+
 }  // namespace
 
 int32_t internode_block_sizes(dk_block_sizes_params *p) {
   const int peers = min(p->num_nvl_peers, p->num_ranks);
   if (p->num_ranks % peers != 0) return DK_EINVAL;
-  p->control_bytes =
-      internode::control_offsets(p->control_bytes, p->num_ranks, peers).end + internode::kLowLatencyOutboxBytes;
+  const uint64_t outbox = internode::control_offsets(p->control_bytes, p->num_ranks, peers).end;
+  p->control_bytes = shrink_offsets_of(outbox, p->num_ranks).end;
   // At least two rows to and two from each node; inside the node a row for the tokens of each rank.
   const uint64_t nodes = p->num_ranks / peers, row = align_up<uint64_t>(p->max_row_bytes + kRowExtras + 4 * peers, 128);
   if (nodes > 1) {
     p->min_rdma_bytes = 4 * nodes * row;
     p->min_nvl_bytes = p->num_ranks * row;
+    // Or to and from each rank.
+    if ((p->flags & DK_TEAM_SHRINK) != 0) p->min_rdma_bytes = 4 * static_cast<uint64_t>(p->num_ranks) * row;
   }
   return DK_OK;
 }
@@ -80,7 +100,9 @@ int32_t internode_team_create(dk_team_create_params *p, Team *team) {
   team->internode = created;
   code = fill_view(p, &created->view);
   if (code != DK_OK) return code;
-  const cudaError_t error = allocate(created, internode::transport_queues(p->transport), team->device->service);
+  cudaError_t error = allocate(created, internode::transport_queues(p->transport), team->device->service);
+  if (error == cudaSuccess && is_remote(team) && (team->view.flags & DK_TEAM_SHRINK) != 0)
+    error = allocate_shrink(team);
   return error == cudaSuccess ? internode::create_low_latency(p, team) : device_failure(p, error);
 }
 
@@ -89,6 +111,8 @@ void internode_team_destroy(Team *team) {
   internode::destroy_low_latency(team);
   (void)cudaFree(team->internode->state);
   (void)cudaFree(team->internode->queues);
+  if (team->internode->shrink != nullptr) (void)cudaFree(team->internode->shrink->state);
+  delete team->internode->shrink;
   delete team->internode;
   team->internode = nullptr;
 }

@@ -27,6 +27,8 @@ std::vector<uint8_t *> bases;
 Network network;
 std::mt19937_64 random_number;
 std::vector<size_t> put_sizes;
+std::function<Life(int rank)> life_of;
+std::function<void(int from, int to, const void *word)> seen_put;
 
 void take_effect(const Operation &op) {
   if (op.bytes != 0) memcpy(op.to, op.from, op.bytes);  // the source is read at delivery
@@ -54,12 +56,16 @@ bool carry_one() {
 
 void put(void *to, const void *from, size_t bytes, uint64_t *word, uint64_t value, int pe) {
   const int me = block->rank;
+  if (seen_put) seen_put(me, pe, word);
   const ptrdiff_t there = bases[static_cast<size_t>(pe)] - bases[static_cast<size_t>(me)];
   Pipe &pipe = pipes[{static_cast<uint64_t>(me) << 32 | static_cast<uint64_t>(pe),
                       network.fences_alone ? 0 : block->index.x + 1}];
-  if (bytes != 0)
-    pipe.waiting.push_back(
-        {static_cast<const uint8_t *>(from), static_cast<uint8_t *>(to) + there, bytes, nullptr, 0, pipe.fences});
+  // In two parts, of whole words.
+  const size_t words = bytes / 8, first = words > 1 ? random_number() % words * 8 : 0;
+  for (const auto &[at, end] : {std::pair<size_t, size_t>{0, first}, {first, bytes}})
+    if (end != at)
+      pipe.waiting.push_back({static_cast<const uint8_t *>(from) + at, static_cast<uint8_t *>(to) + there + at,
+                              end - at, nullptr, 0, pipe.fences});
   if (bytes != 0) ++pipe.fences;
   put_sizes.push_back(bytes);
   pipe.waiting.push_back({nullptr, nullptr, 0, reinterpret_cast<uint64_t *>(reinterpret_cast<uint8_t *>(word) + there),
@@ -105,12 +111,19 @@ void run(int ranks, const std::function<int(int)> &grid, int threads, const std:
   for (bool open = true; open;) {
     open = false;
     for (const auto &one : blocks) {
-      if (!run_turn(one.get())) continue;
+      const Life life = life_of ? life_of(one->rank) : Life::runs;
+      if (life == Life::is_dead) continue;
+      if (life == Life::runs && !run_turn(one.get())) continue;
       open = true;
       time_ns += 1000;
       for (uint64_t n = random_number() % 8; n > 0; --n) carry_one();
     }
   }
+}
+
+void watch(std::function<Life(int rank)> life, std::function<void(int from, int to, const void *word)> on_put) {
+  life_of = std::move(life);
+  seen_put = std::move(on_put);
 }
 
 void start_network(const Network &how, const std::vector<uint8_t *> &blocks) {

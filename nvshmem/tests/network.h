@@ -17,6 +17,9 @@ void stop_network();                 // delivers everything first
 bool puts_under_way();               // of the running rank, not delivered yet
 size_t rows_under_way();             // puts of more than 16 bytes, not delivered yet
 size_t puts_since(size_t at_least);  // puts of so many bytes and more, since the last call
+// While a kernel runs: whether a rank goes on now, pauses, or has ended for ever. Called before each turn of a block.
+enum class Life { runs, pauses, is_dead };
+void watch(std::function<Life(int rank)> life, std::function<void(int from, int to, const void *word)> on_put);
 // Runs body() in every lane of a grid of each rank, all ranks at once.
 void run(int ranks, const std::function<int(int rank)> &grid, int threads, const std::function<void(int rank)> &body);
 

@@ -61,8 +61,10 @@ read -ra fast <<<"$(tests $low_latency)"
 read -ra dead <<<"$(tests python/tests/test_internode_failures.py)"
 read -ra graphs <<<"$(tests python/tests/test_internode_graphs.py)"
 read -ra routed <<<"$(tests python/tests/test_elastic_nodes.py)"
+read -ra masks <<<"$(tests python/tests/test_internode_failures.py)"
+masks+=(-k "normal_calls") # with enable_shrink
 dead+=(-k "(killed and dispatch) or late or shrink")
-((shared)) && dead+=(-k "late or shrink") graphs+=(-k "not lost")
+((shared)) && masks+=(-k "normal_calls and (late or masked)") dead+=(-k "late or shrink") graphs+=(-k "not lost")
 
 {
 	date -u
@@ -74,11 +76,13 @@ run nvlink-low-latency 40 -- "${fast[@]}"
 run nvlink-normal 40 -- "${all[@]}"
 run nvlink-routed 60 -- "${routed[@]}"
 run nvlink-failures 70 -- "${dead[@]}"
+run nvlink-masks 90 DEEPEP_TEST_FULL=1 -- "${masks[@]}"
 run apart-selftest 120 "${apart[@]}" -- "${selftest[@]}" --timeout 90 --num-tokens 256 --iterations 3
 run apart-first 100 "${apart[@]}" -- "${first[@]}"
 run apart-routed 120 "${apart[@]}" -- "${routed[@]}"
 run apart-low-latency 100 "${late[@]}" -- "${fast[@]}" -k "2x2 or 4x1 or 2x1"
 run apart-failures 120 "${apart[@]}" -- "${dead[@]}"
+run apart-masks 150 DEEPEP_TEST_FULL=1 "${apart[@]}" -- "${masks[@]}"
 run apart-graphs 60 "${apart[@]}" -- "${graphs[@]}"
 run apart-late 100 "${late[@]}" -- "${some[@]}"
 for log in "$out"/*.log; do

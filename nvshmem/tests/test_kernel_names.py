@@ -26,6 +26,8 @@ ROUTED = {
     for name in ("notify_routed", "dispatch_routed", "dispatch_expanded", "combine_routed", "combine_expanded")
 }
 ROUTED_NODES = {f"deep_ep::internode::{name}" for name in ("notify_routed", "dispatch_routed", "combine_routed")}
+# Calls of buffers with enable_shrink, whose names begin with V1's.
+SHRINKING = {f"{name}_shrinking" for name in (*NODES, NOTIFY[1])}
 # What a call launches, and the words that V1's tests look for in it.
 CALLS = [
     ("libdeepep_cuda.so", [ONE_NODE[0]], ["dispatch"]),
@@ -56,7 +58,7 @@ def function(name: str) -> str:
     ("library", "expected"),
     [
         ("libdeepep_cuda.so", {*ONE_NODE, *LOW_LATENCY, NOTIFY[0]}),
-        ("libdeepep_nvshmem.so", {*ONE_NODE, *LOW_LATENCY, *NODES, *NOTIFY, *ROUTED_NODES}),
+        ("libdeepep_nvshmem.so", {*ONE_NODE, *LOW_LATENCY, *NODES, *NOTIFY, *ROUTED_NODES, *SHRINKING}),
     ],
 )
 def test_kernels_of_dispatch_and_combine(library: str, expected: set[str]) -> None:

@@ -315,6 +315,15 @@ def test_kernels_of_normal_mode_on_the_host(first: int) -> None:
     assert code == 0 and text.count(": ok") == 5, text
 
 
+@pytest.mark.parametrize(
+    "first", range(1, 1601 if os.environ.get("DEEPEP_TEST_FULL", "0") not in ("", "0") else 61, 20)
+)
+def test_kernels_of_masks_on_the_host(first: int) -> None:
+    """Normal mode goes on without a rank that is masked, dies or is late anywhere in a call, and takes it back."""
+    code, text = run(OUT / "internode_shrink_test", first, 20)
+    assert code == 0 and text.count(": ok") == 20, text
+
+
 @pytest.mark.parametrize("first", range(1, 201 if os.environ.get("DEEPEP_TEST_FULL", "0") not in ("", "0") else 21, 10))
 def test_kernels_with_a_routing_on_the_host(first: int) -> None:
     """Notify, dispatch and combine with a routing, plain and expanded; a lost rank, wrong indices."""

@@ -75,7 +75,7 @@ class Buffer:
         allow_mnnvl: GPUs of several nodes: NVSHMEM may use NVLink between hosts, where there is one.
         use_fabric: refused; memory is shared by file descriptors.
         explicitly_destroy: True: destroy() may be called; False: the finalizer frees.
-        enable_shrink: calls go on without ranks that are lost (normal mode on GPUs: inside a node); masks are allowed.
+        enable_shrink: calls go on without ranks that are lost; masks are allowed.
         comm: an mpi4py communicator (or any object with Get_rank, Get_size and allgather) instead of `group`.
         preinitialize: bring memory in now that the first calls would bring in: on GPUs the regions, on the CPU engine
             up to DEEPEP_PREINIT_BYTES (256 MiB). What else a first call takes longer for, `warmup()` does.

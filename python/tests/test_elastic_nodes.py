@@ -20,7 +20,7 @@ TYPES = {
     "recv_x": torch.bfloat16, "recv_scales": torch.int32, "recv_topk_idx": torch.int64,
     "recv_topk_weights": torch.float32, "metadata": torch.int32, "slots": torch.int32, "psum_experts": torch.int32,
     "y": torch.bfloat16, "y_weights": torch.float32, "bias0": torch.bfloat16, "bias1": torch.bfloat16,
-    "combined": torch.bfloat16, "combined_weights": torch.float32,
+    "combined": torch.bfloat16, "combined_weights": torch.float32, "src": torch.int32,
 }  # fmt: skip
 
 CASES = (

@@ -10,7 +10,7 @@ import test_shrink
 import test_shrink_normal
 import victims
 from cases import RANKS
-from conftest import full, test_device
+from conftest import full
 from test_failures import TIMEOUT, VICTIM, judge, rank_killed, rank_late, rank_two_die, wake
 from test_shrink import CASE, GONE
 
@@ -79,32 +79,26 @@ def test_lost_in_combine_with_shrink(fresh_pool):
         assert not outcome.error, outcome.traceback
 
 
-@pytest.fixture
-def masks_between_nodes():
-    if test_device() == "cuda":
-        pytest.skip("needs the CPU engine: between GPU nodes normal mode goes on without no rank")
-
-
 @pytest.mark.parametrize("how", ["killed", "stopped"] if full() else ["killed"])
-def test_lost_among_normal_calls(fresh_pool, masks_between_nodes, how):
+def test_lost_among_normal_calls(fresh_pool, how):
     """Rows and sums between the survivors are whole in every call, of the lost rank's node and of the other one."""
     function, case = test_shrink_normal.rank_lost_among_calls, test_shrink_normal.CASE
     test_shrink_normal.judge_lost(internode.outcomes(fresh_pool(4), "2x2", function, case, how, 0.05))
 
 
 @pytest.mark.skipif(not full(), reason="a long test: DEEPEP_TEST_FULL=1 runs it")
-def test_late_for_normal_calls(pool, masks_between_nodes):
+def test_late_for_normal_calls(pool):
     internode.run(pool, "2x2", test_shrink_normal.rank_late, test_shrink_normal.CASE, deadline=60)
 
 
 @pytest.mark.skipif(not full(), reason="a long test: DEEPEP_TEST_FULL=1 runs it")
-def test_masked_in_normal_calls(pool, masks_between_nodes):
+def test_masked_in_normal_calls(pool):
     internode.run(pool, "2x2", test_shrink_normal.rank_masked_by_one, test_shrink_normal.CASE)
 
 
 @pytest.mark.skipif(not full(), reason="a long test: DEEPEP_TEST_FULL=1 runs it")
 @pytest.mark.parametrize("when", ["dispatch", "combine", "barrier"])
-def test_killed_in_normal_calls(fresh_pool, masks_between_nodes, when):
+def test_killed_in_normal_calls(fresh_pool, when):
     outcomes = internode.outcomes(
         fresh_pool(4), "2x2", test_shrink_normal.rank_killed, test_shrink_normal.CASE, when, {}
     )

@@ -93,7 +93,7 @@ DK_EXPORT int32_t dk_layout(dk_layout_params *p) {
   if (p->num_tokens < 0 || p->num_topk <= 0 || p->num_experts <= 0 || p->num_experts % num_ranks != 0) return DK_EINVAL;
   if (p->index_bytes != 4 && p->index_bytes != 8) return DK_EINVAL;
   const LayoutParams params{*p, session_of(p, DK_OP_LAYOUT, DK_PHASE_BOTH),
-                            ceil_div(num_ranks, team->view.num_nvl_peers), shrinks(team->view) && !is_remote(team)};
+                            ceil_div(num_ranks, team->view.num_nvl_peers), shrinks(team->view)};
   const size_t shared = 4ull * (p->num_experts + num_ranks + params.num_nodes);
   if (shared > 96 * 1024) return DK_EUNSUPPORTED;
   const OnDevice on(team->device);
