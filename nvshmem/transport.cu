@@ -207,6 +207,9 @@ __device__ void internode::put_by_warp(void *to, const void *from, uint32_t byte
 __device__ void internode::signal_by_thread(uint64_t *word, uint64_t value, int rank) {
   nvshmemx_signal_op(word, value, NVSHMEM_SIGNAL_SET, rank);
 }
+__device__ void internode::get_by_thread(uint64_t *to, const uint64_t *from, int words, int rank) {
+  nvshmem_uint64_get_nbi(to, from, static_cast<size_t>(words), rank);
+}
 __device__ void internode::quiet_by_thread() { nvshmem_quiet(); }
 
 cudaError_t load_transport_kernels() {

@@ -49,8 +49,8 @@ func (c Config) RDMABytes(hiddenBytes int64, t Topology) (uint64, error) {
 	row := uint64(hiddenBytes) + sourceBytes + MaxTopK*(indexBytes+scaleBytes) + MaxScales*scaleBytes + controlMessage
 	counters := uint64(t.Peers*2+2) * 4
 	const spare = 1 << 20
-	// Two rows to and two from each rank, as a buffer with enable_shrink needs: more than the lanes where chunks are tiny.
-	floor := 4 * uint64(t.Ranks) * align(row+4*uint64(t.NodeSize()), alignBytes)
+	// A row for each rank, as a buffer with enable_shrink needs: more than the lanes where chunks are tiny.
+	floor := uint64(t.Ranks) * align(row+4*uint64(t.NodeSize()), alignBytes)
 	return align(max(2*lanes*(counters+uint64(c.RDMARecvChunk)*row)+spare, floor), alignBytes), nil
 }
 

@@ -53,7 +53,7 @@ int32_t launch_shrinking(dk_notify_params *p, const NotifyParams &n, const Team 
 int32_t launch_shrinking(dk_dispatch_params *p, const DispatchParams &d, int blocks, const Team *team) {
   const ShrinkDispatchParams params{d, team->internode->view, *team->internode->shrink,
                                     pair_rings(team->view, d.row_bytes + 4ull * pair_words(d).end)};
-  if (params.rings.places == 0) return DK_EUNSUPPORTED;  // rdma region under min_rdma_bytes
+  if (params.rings.places == 0) return DK_EUNSUPPORTED;  // nvl or rdma region under its minimum
   const OnDevice on(team->device);
   deep_ep::internode::
       dispatch_with_notify_shrinking<<<blocks, ShrinkDispatchRoles::kThreads, 0, stream_of(p->stream)>>>(params);
@@ -63,7 +63,7 @@ int32_t launch_shrinking(dk_dispatch_params *p, const DispatchParams &d, int blo
 int32_t launch_shrinking(dk_combine_params *p, const CombineParams &c, int blocks, const Team *team) {
   const ShrinkCombineParams params{c, team->internode->view, *team->internode->shrink,
                                    pair_rings(team->view, c.row_bytes + 4ull * c.num_topk)};
-  if (params.rings.places == 0) return DK_EUNSUPPORTED;  // rdma region under min_rdma_bytes
+  if (params.rings.places == 0) return DK_EUNSUPPORTED;  // nvl or rdma region under its minimum
   const size_t shared = sizeof(uint64_t) * ShrinkCombineRoles::kSums * team->view.num_ranks;
   const OnDevice on(team->device);
   const cudaError_t error = opt_in(deep_ep::internode::combine_with_notify_shrinking, shared);

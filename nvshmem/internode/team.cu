@@ -86,8 +86,8 @@ int32_t internode_block_sizes(dk_block_sizes_params *p) {
   if (nodes > 1) {
     p->min_rdma_bytes = 4 * nodes * row;
     p->min_nvl_bytes = p->num_ranks * row;
-    // Or to and from each rank.
-    if ((p->flags & DK_TEAM_SHRINK) != 0) p->min_rdma_bytes = 4 * static_cast<uint64_t>(p->num_ranks) * row;
+    // A team that shrinks stages a row for each rank there, and receives one from each in the nvl region.
+    if ((p->flags & DK_TEAM_SHRINK) != 0) p->min_rdma_bytes = p->num_ranks * row;
   }
   return DK_OK;
 }

@@ -25,6 +25,9 @@ void put_by_warp(void *to, const void *from, uint32_t bytes, uint64_t *word, uin
 void signal_by_thread(uint64_t *word, uint64_t value, int rank) {
   emulate::put(nullptr, nullptr, 0, word, value, rank);
 }
+void get_by_thread(uint64_t *to, const uint64_t *from, int words, int rank) {
+  emulate::get(to, from, static_cast<size_t>(words), rank);
+}
 void quiet_by_thread() {
   while (emulate::puts_under_way()) emulate::step();
 }

@@ -1,6 +1,7 @@
 // internode_shrink_test.cpp - runs the kernels of normal mode of teams that shrink across nodes on the host
 // (kernels/tests/emulate): a rank that is masked, absent, dies or is late at any moment of any call, and comes back.
 //   internode_shrink_test [SEED [CASES]]
+//   internode_shrink_test told SEED
 //   internode_shrink_test dump FILE SEED NODES PEERS LOST
 // The network delays every put. Sums are compared bit for bit with those of nodes that add their own ranks' rows.
 #include "network.h"
@@ -8,6 +9,7 @@
 #include <cstdio>
 #include <memory>
 #include <random>
+#include <set>
 
 #include "internode/mask.cuh"
 #include "internode/normal/shrink_combine.cuh"
@@ -26,6 +28,9 @@ void put_by_warp(void *to, const void *from, uint32_t bytes, uint64_t *word, uin
 void signal_by_thread(uint64_t *word, uint64_t value, int rank) {
   emulate::put(nullptr, nullptr, 0, word, value, rank);
 }
+void get_by_thread(uint64_t *to, const uint64_t *from, int words, int rank) {
+  emulate::get(to, from, static_cast<size_t>(words), rank);
+}
 void quiet_by_thread() {
   while (emulate::puts_under_way()) emulate::step();
 }
@@ -41,7 +46,7 @@ bool toss() { return pick(0, 1) == 1; }
 
 struct Case {
   int nodes, peers, hidden, topk, local_experts, num_scales, index_bytes;
-  uint64_t rdma;
+  uint64_t nvl, rdma;
   int ranks() const { return nodes * peers; }
   int experts() const { return ranks() * local_experts; }
 };
@@ -90,7 +95,7 @@ struct World {
     const ControlOffsets at = control_offsets(control_layout(c.ranks()).bytes, c.ranks(), c.peers);
     const ShrinkOffsets shrink = shrink_offsets(at.end, c.ranks());
     control_bytes = shrink.end;
-    const uint64_t wire = ring_flags(c.ranks()).bytes, bytes = control_bytes + wire + c.rdma;
+    const uint64_t wire = ring_flags(c.ranks()).bytes, bytes = control_bytes + wire + c.nvl + c.rdma;
     for (Rank &r : ranks) r.block.assign(bytes + 8192, 0);
     for (int me = 0; me < c.ranks(); ++me) {
       Rank &r = ranks[me];
@@ -104,7 +109,8 @@ struct World {
       t.wire = control_bytes;
       t.wire_bytes = wire;
       t.nvl = t.wire + wire;
-      t.rdma = t.nvl;
+      t.nvl_bytes = c.nvl;
+      t.rdma = t.nvl + c.nvl;
       t.rdma_bytes = c.rdma;
       t.at = control_layout(c.ranks());
       t.ring = ring_flags(c.ranks());
@@ -130,16 +136,22 @@ struct World {
   }
   Session session(int rank, uint32_t op) { return Session{ranks[rank].team, call, timeout_ns, op, DK_PHASE_BOTH}; }
 
-  // No put goes to a rank that its sender has masked, but that it has.
-  void see_put(int from, int to, const void *word) {
+  // No put goes to a rank that its sender has masked, but that it has. None goes to where low latency receives rows: a
+  // rank that was left out may send it late.
+  void see_put(int from, int to, const void *word, const void *bytes) {
     const Rank &r = ranks[from];
     const uint64_t at = static_cast<uint64_t>(static_cast<const uint8_t *>(word) - r.team.self);
+    if (bytes != nullptr) {
+      const uint64_t goes = static_cast<uint64_t>(static_cast<const uint8_t *>(bytes) - r.team.self);
+      check(goes < r.team.rdma, "put into the rdma region", from, to, static_cast<double>(goes), 0);
+    }
     const bool telling =
         (at >= r.team.at.notices && at < r.team.at.stamps) || (at >= r.team.at.given_up && at < r.team.at.ballots);
     check(telling || r.scratch->masked[to] == 0, "put to a masked rank", from, to, static_cast<double>(at), 0);
   }
   void watch(std::function<emulate::Life(int)> life) {
-    emulate::watch(std::move(life), [this](int from, int to, const void *word) { see_put(from, to, word); });
+    emulate::watch(std::move(life),
+                   [this](int from, int to, const void *word, const void *bytes) { see_put(from, to, word, bytes); });
   }
   void lives_on() { watch(nullptr); }
 
@@ -169,7 +181,8 @@ struct World {
               static_cast<long long>(f.expected), static_cast<long long>(f.seen));
       quick_exit(1);
     }
-    for (Rank &r : ranks) memset(r.team.self + r.team.rdma, 0xa5, c.rdma);  // callers may overwrite it between calls
+    for (Rank &r : ranks)
+      memset(r.team.self + r.team.nvl, 0xa5, c.nvl + c.rdma);  // callers may overwrite it between calls
   }
 };
 
@@ -276,11 +289,11 @@ void check_notify(World &w) {
 }
 
 // worst: rows of the output beyond those that come; below 0: none.
-void run_dispatch(World &w, bool cached, int worst = -1) {
+void run_dispatch(World &w, bool cached, int worst = -1, int blocks = 0) {
   const Case &c = w.c;
   for (int me = 0; me < c.ranks(); ++me) {
     Rank &r = w.ranks[me];
-    r.grid = pick(1, 2);
+    r.grid = blocks > 0 ? blocks : pick(1, 2);
     if (!w.in[me] && me != w.lost) continue;
     const size_t rows = static_cast<size_t>(r.matrix[(c.ranks() - 1) * c.ranks() + me] + max(worst, 0));
     r.recv_x.assign(rows * c.hidden * 2, 0xee);
@@ -524,7 +537,9 @@ void take_back(World &w, int gone) {
   w.ranks[gone].scratch->sticky = w.ranks[gone].scratch->failed = 0;
   for (int i = 0, first = pick(0, w.c.ranks() - 1); i < w.c.ranks(); ++i) {
     std::vector<bool> one(static_cast<size_t>(w.c.ranks()), false);
-    one[(first + i) % w.c.ranks()] = true;
+    const int by = (first + i) % w.c.ranks();
+    if (w.ranks[gone].status.dead[by] != 0) continue;
+    one[by] = true;
     mask(w, DK_MASK_CLEAN, 0, one);
   }
   (void)w.refusal(gone);
@@ -646,13 +661,57 @@ void masked_by_caller(World &w) {
   printf("%d x %d ranks: rank %d is masked by rank %d and comes back: ok\n", w.c.nodes, w.c.peers, gone, by);
 }
 
-Case random_case() {
-  static const int shapes[][2] = {{2, 2}, {4, 1}, {3, 2}, {2, 3}, {2, 1}, {3, 1}};
-  const auto &shape = shapes[pick(0, 5)];
-  Case c{shape[0], shape[1], 8 * pick(1, 40), pick(1, 4), pick(1, 3), pick(0, 3), 8, 0};
+// While one rank is dead another one is late for a dispatch, and what block 1 tells it arrives only after all ranks
+// have begun to lift their masks: it stands behind what they tell it then.
+void told_late(World &w) {
+  const int dead = pick(0, w.c.ranks() - 1), gone = (dead + pick(1, w.c.ranks() - 1)) % w.c.ranks();
+  for (Rank &r : w.ranks) r.status.dead[dead] = 1;
+  w.in[dead] = false;
+  barrier(w);
+  make_inputs(w);
+  run_notify(w);
+  uint64_t until = ~0ull;
+  std::set<std::pair<int, int>> late;
+  emulate::hold([&](int from, int to, int block, const void *word, uint64_t value) {
+    const TeamView &team = w.ranks[to].team;
+    const bool tells = value != 0 && word == team.notice(team.rank, from);
+    if (!tells || block == 0 || emulate::now_ns() >= until) return false;
+    late.insert({from, to});
+    return true;
+  });
+  w.timeout_ns = 12000000;
+  w.lost = gone;
+  const uint64_t agreed = w.ranks[gone].scratch->agreed;
+  int64_t pause = 8 * static_cast<int64_t>(w.timeout_ns / 1000);  // turns, once it is agreed who takes part
+  w.watch([&w, &pause, gone, agreed](int rank) {
+    if (rank != gone || w.ranks[gone].scratch->agreed == agreed || pause == 0) return emulate::Life::runs;
+    --pause;
+    return emulate::Life::pauses;
+  });
+  run_dispatch(w, false, -1, 2);
+  w.lives_on();
+  w.lost = -1;
+  w.in[gone] = false;
+  (void)w.refusal(gone);
+  w.timeout_ns = 40000000;
+  barrier(w);
+  check_masks(w);
+  until = emulate::now_ns() + 8000000;
+  take_back(w, gone);
+  emulate::hold(nullptr);
+  round_trip(w);
+  printf("%d x %d ranks: rank %d is dead, rank %d comes back, told late by %zu: ok\n", w.c.nodes, w.c.peers, dead, gone,
+         late.size());
+}
+
+Case random_case(bool told) {
+  static const int shapes[][2] = {{2, 2}, {4, 1}, {3, 2}, {2, 3}, {3, 1}, {2, 1}};
+  const auto &shape = shapes[pick(0, told ? 4 : 5)];
+  Case c{shape[0], shape[1], 8 * pick(1, 40), pick(1, 4), pick(1, 3), pick(0, 3), 8, 0, 0};
   const uint64_t row = align_up<uint64_t>(2 * c.hidden + 4 * (1 + 2 * c.topk + c.num_scales), 128);
   const int rows = pick(0, 2);  // of a ring: one; a few; as many as are sent
-  c.rdma = 2 * c.ranks() * row * (rows == 0 ? 1 : rows == 1 ? 5 : 128) + 8 * pick(0, 7);
+  c.nvl = align_up<uint64_t>(c.ranks() * row * (rows == 0 ? 1 : rows == 1 ? 5 : 128) + 8 * pick(0, 7), 128);
+  c.rdma = c.ranks() * row * (rows == 0 ? pick(1, 3) : rows == 1 ? 5 : pick(4, 128)) + 8 * pick(0, 7);
   return c;
 }
 
@@ -664,7 +723,7 @@ void dump_array(FILE *file, const char *name, int rank, const std::vector<T> &ar
 int dump(char **words) {
   random_number.seed(strtoull(words[1], nullptr, 10));
   const int lost = atoi(words[4]);
-  Case c{atoi(words[2]), atoi(words[3]), 16 * pick(1, 9), pick(2, 4), pick(1, 3), 0, 8, 1 << 18};
+  Case c{atoi(words[2]), atoi(words[3]), 16 * pick(1, 9), pick(2, 4), pick(1, 3), 0, 8, 1 << 17, 1 << 17};
   World w(c);
   emulate::start_network({random_number(), toss()}, w.blocks());
   make_inputs(w);
@@ -703,15 +762,18 @@ int dump(char **words) {
 
 int main(int argc, char **argv) {
   if (argc == 7 && strcmp(argv[1], "dump") == 0) return dump(argv + 2);
-  const uint64_t seed = argc > 1 ? strtoull(argv[1], nullptr, 10) : 1;
-  const int cases = argc > 2 ? atoi(argv[2]) : 4;
+  const bool told = argc == 3 && strcmp(argv[1], "told") == 0;
+  const uint64_t seed = argc > 1 ? strtoull(argv[told ? 2 : 1], nullptr, 10) : 1;
+  const int cases = told ? 1 : argc > 2 ? atoi(argv[2]) : 4;
   for (int i = 0; i < cases; ++i) {
     random_number.seed(seed + static_cast<uint64_t>(i));
-    World w(random_case());
+    World w(random_case(told));
     w.timeout_ns = 40000000;
-    emulate::start_network({random_number(), toss()}, w.blocks());
+    emulate::start_network({random_number(), !told && toss()}, w.blocks());
     round_trip(w);
-    if (pick(0, 2) == 0)
+    if (told)
+      told_late(w);
+    else if (pick(0, 2) == 0)
       masked_by_caller(w);
     else
       lost_in_a_call(w);

@@ -16,6 +16,7 @@ struct Operation {
   size_t bytes;
   uint64_t *word;  // of a signal
   uint64_t value, fences;
+  int sender, receiver, block;
 };
 struct Pipe {  // operations toward a rank, of one queue pair or of all
   std::deque<Operation> waiting;
@@ -28,7 +29,12 @@ Network network;
 std::mt19937_64 random_number;
 std::vector<size_t> put_sizes;
 std::function<Life(int rank)> life_of;
-std::function<void(int from, int to, const void *word)> seen_put;
+std::function<void(int from, int to, const void *word, const void *bytes)> seen_put;
+std::function<bool(int from, int to, int block, const void *word, uint64_t value)> is_held;
+
+bool may_go(const Operation &op) {
+  return !is_held || op.word == nullptr || !is_held(op.sender, op.receiver, op.block, op.word, op.value);
+}
 
 void take_effect(const Operation &op) {
   if (op.bytes != 0) memcpy(op.to, op.from, op.bytes);  // the source is read at delivery
@@ -39,13 +45,14 @@ void take_effect(const Operation &op) {
 bool carry_one() {
   std::vector<Pipe *> open;
   for (auto &[key, pipe] : pipes)
-    if (!pipe.waiting.empty()) open.push_back(&pipe);
+    if (!pipe.waiting.empty() && may_go(pipe.waiting.front())) open.push_back(&pipe);
   if (open.empty()) return false;
   Pipe &pipe = *open[random_number() % open.size()];
   size_t free = 1;
   if (network.fences_alone)
     while (free < pipe.waiting.size() && pipe.waiting[free].fences == pipe.waiting[0].fences) ++free;
   const auto which = pipe.waiting.begin() + static_cast<ptrdiff_t>(random_number() % free);
+  if (!may_go(*which)) return true;
   const Operation op = *which;
   pipe.waiting.erase(which);
   take_effect(op);
@@ -56,7 +63,7 @@ bool carry_one() {
 
 void put(void *to, const void *from, size_t bytes, uint64_t *word, uint64_t value, int pe) {
   const int me = block->rank;
-  if (seen_put) seen_put(me, pe, word);
+  if (seen_put) seen_put(me, pe, word, bytes == 0 ? nullptr : to);
   const ptrdiff_t there = bases[static_cast<size_t>(pe)] - bases[static_cast<size_t>(me)];
   Pipe &pipe = pipes[{static_cast<uint64_t>(me) << 32 | static_cast<uint64_t>(pe),
                       network.fences_alone ? 0 : block->index.x + 1}];
@@ -65,11 +72,20 @@ void put(void *to, const void *from, size_t bytes, uint64_t *word, uint64_t valu
   for (const auto &[at, end] : {std::pair<size_t, size_t>{0, first}, {first, bytes}})
     if (end != at)
       pipe.waiting.push_back({static_cast<const uint8_t *>(from) + at, static_cast<uint8_t *>(to) + there + at,
-                              end - at, nullptr, 0, pipe.fences});
+                              end - at, nullptr, 0, pipe.fences, me, pe, static_cast<int>(block->index.x)});
   if (bytes != 0) ++pipe.fences;
   put_sizes.push_back(bytes);
   pipe.waiting.push_back({nullptr, nullptr, 0, reinterpret_cast<uint64_t *>(reinterpret_cast<uint8_t *>(word) + there),
-                          value, pipe.fences});
+                          value, pipe.fences, me, pe, static_cast<int>(block->index.x)});
+}
+
+void get(uint64_t *to, const uint64_t *from, size_t words, int pe) {
+  const int me = block->rank;
+  const ptrdiff_t there = bases[static_cast<size_t>(pe)] - bases[static_cast<size_t>(me)];
+  Pipe &pipe = pipes[{static_cast<uint64_t>(me) << 32 | static_cast<uint64_t>(pe),
+                      network.fences_alone ? 0 : block->index.x + 1}];
+  pipe.waiting.push_back({reinterpret_cast<const uint8_t *>(from) + there, reinterpret_cast<uint8_t *>(to), words * 8,
+                          nullptr, 0, pipe.fences, me, pe, static_cast<int>(block->index.x)});
 }
 
 size_t puts_since(size_t at_least) {
@@ -121,9 +137,13 @@ void run(int ranks, const std::function<int(int)> &grid, int threads, const std:
   }
 }
 
-void watch(std::function<Life(int rank)> life, std::function<void(int from, int to, const void *word)> on_put) {
+void watch(std::function<Life(int rank)> life,
+           std::function<void(int from, int to, const void *word, const void *bytes)> on_put) {
   life_of = std::move(life);
   seen_put = std::move(on_put);
+}
+void hold(std::function<bool(int from, int to, int block, const void *word, uint64_t value)> held) {
+  is_held = std::move(held);
 }
 
 void start_network(const Network &how, const std::vector<uint8_t *> &blocks) {
@@ -132,6 +152,7 @@ void start_network(const Network &how, const std::vector<uint8_t *> &blocks) {
   random_number.seed(how.seed);
 }
 void stop_network() {
+  is_held = nullptr;
   while (carry_one()) {
   }
   pipes.clear();

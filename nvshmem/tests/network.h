@@ -8,6 +8,9 @@ namespace emulate {
 // A put with a signal, by a lane of the running rank.
 void put(void *to, const void *from, size_t bytes, uint64_t *word, uint64_t value, int pe);
 
+// Reads words of a rank, which lie there where `from` lies here. In order with puts as another put is.
+void get(uint64_t *to, const uint64_t *from, size_t words, int pe);
+
 struct Network {
   uint64_t seed;
   bool fences_alone;
@@ -19,7 +22,12 @@ size_t rows_under_way();             // puts of more than 16 bytes, not delivere
 size_t puts_since(size_t at_least);  // puts of so many bytes and more, since the last call
 // While a kernel runs: whether a rank goes on now, pauses, or has ended for ever. Called before each turn of a block.
 enum class Life { runs, pauses, is_dead };
-void watch(std::function<Life(int rank)> life, std::function<void(int from, int to, const void *word)> on_put);
+// on_put: of a put, also where its bytes go; null: it has none.
+void watch(std::function<Life(int rank)> life,
+           std::function<void(int from, int to, const void *word, const void *bytes)> on_put);
+// Whether the network holds back a signal, put by that thread block, and what its queue pair has after it. Asked again
+// and again. Network::fences_alone: what lies between the same fences may pass it.
+void hold(std::function<bool(int from, int to, int block, const void *word, uint64_t value)> held);
 // Runs body() in every lane of a grid of each rank, all ranks at once.
 void run(int ranks, const std::function<int(int rank)> &grid, int threads, const std::function<void(int rank)> &body);
 
