@@ -64,7 +64,7 @@ read -ra routed <<<"$(tests python/tests/test_elastic_nodes.py)"
 read -ra masks <<<"$(tests python/tests/test_internode_failures.py)"
 masks+=(-k "normal_calls") # with enable_shrink
 dead+=(-k "(killed and dispatch) or late or shrink")
-((shared)) && masks+=(-k "normal_calls and (late or masked)") dead+=(-k "late or shrink") graphs+=(-k "not lost")
+((shared)) && masks+=(-k "normal_calls and (late or masked)") dead+=(-k "(late_is or late_for or shrink) and not killed") graphs+=(-k "not lost")
 
 {
 	date -u
