@@ -202,6 +202,7 @@ SCENES: dict[str, Callable[[], str]] = {
     "processes 5": limited(resource.RLIMIT_NPROC, 5, OTHER_USER),
     "descriptors 8": limited(resource.RLIMIT_NOFILE, 8),
     "descriptors 16": limited(resource.RLIMIT_NOFILE, 16),
+    "descriptors 65": limited(resource.RLIMIT_NOFILE, 65),
     "no /proc": without("/proc"),
     "no /sys": without("/sys"),
     "no /dev/shm": without_shm,

@@ -44,10 +44,11 @@ int32_t code_of(int error) {
 // As bootstrap.LowestFD: the Go runtime must not come to write to memory whose number was its own before.
 constexpr int kLowestFd = 64;
 
-// Duplicates a descriptor; -1 with errno.
+// Duplicates a descriptor; -1 with errno. Any number will do where the process's limit leaves none above: it lies below
+// (EINVAL), or all numbers from there on are taken (EMFILE).
 int duplicate_above(int fd) {
   int high = fcntl(fd, F_DUPFD_CLOEXEC, kLowestFd);
-  return high >= 0 || errno != EINVAL ? high : fcntl(fd, F_DUPFD_CLOEXEC, 0);  // EINVAL: past the process's limit
+  return high >= 0 || (errno != EINVAL && errno != EMFILE) ? high : fcntl(fd, F_DUPFD_CLOEXEC, 0);
 }
 
 int create_above() {
