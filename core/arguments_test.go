@@ -3,6 +3,7 @@ package core
 import (
 	"context"
 	"errors"
+	"math"
 	"strings"
 	"sync"
 	"testing"
@@ -159,6 +160,34 @@ func TestTooMuchMemory(t *testing.T) {
 		b, err := m.group.NewBuffer(context.Background(), BufferOptions{Engine: EngineCPU, Device: -1})
 		m.must(err)
 		m.must(b.Destroy())
+	})
+}
+
+// No arguments, and slices whose numbers have no memory, are refused, and the buffer works on.
+func TestNoArguments(t *testing.T) {
+	onRanks(t, 1, BufferOptions{NumNVLBytes: 1 << 20}, func(m *member) {
+		in := Tokens{NumTopK: 2, NumExperts: 4, Hidden: 8, TopKIdx: []int64{0, 1}, TopKWeights: []float32{1, 1}, X: make([]uint16, 8)}
+		var arrived Arrived
+		m.must(m.DispatchTokens(&in, &arrived))
+		many := Tokens{NumTopK: 1, NumExperts: math.MaxInt64, Hidden: 8}
+		most := many
+		most.NumExperts = math.MaxInt32
+		wide := Tokens{NumTopK: math.MaxInt64, NumExperts: 4, Hidden: 8}
+		_, notified := m.Notify(nil, nil)
+		_, sized := m.BalanceWorkspace(nil, false)
+		for name, err := range map[string]error{
+			"Layout": m.Layout(nil, nil), "Notify": notified, "Dispatch": m.Dispatch(nil, nil), "Combine": m.Combine(nil, nil),
+			"BalanceWorkspace": sized, "PrefetchWeights": m.PrefetchWeights(nil, nil), "ReduceGrads": m.ReduceGrads(nil, nil),
+			"LowLatencyDispatch": m.LowLatencyDispatch(nil, nil), "LowLatencyCombine": m.LowLatencyCombine(nil, nil),
+			"DispatchTokens": m.DispatchTokens(nil, &arrived), "DispatchTokens to nowhere": m.DispatchTokens(&in, nil),
+			"CombineTokens": m.CombineTokens(arrived.X, nil, nil, new(Combined)), "CombineTokens to nowhere": m.CombineTokens(arrived.X, nil, &arrived, nil),
+			"2^63 experts": m.DispatchTokens(&many, new(Arrived)), "2^31 experts": m.DispatchTokens(&most, new(Arrived)),
+			"2^63 choices": m.DispatchTokens(&wide, new(Arrived)), "CheckConfig": CheckConfig(nil),
+		} {
+			m.check(status.CodeOf(err) == status.InvalidArgument, "%s: %v", name, err)
+		}
+		var sums Combined
+		m.must(m.CombineTokens(arrived.X, nil, &arrived, &sums))
 	})
 }
 

@@ -3,7 +3,12 @@ package core
 import (
 	"context"
 	"time"
+
+	"github.com/deepep-go/deepep/internal/status"
 )
+
+// errNoArgs refuses a call without arguments.
+var errNoArgs = status.InvalidArg("a", "nil", "the call's arguments")
 
 // Letters in the shapes below: T tokens of this rank, N received rows, H elements of a row (hidden), S scales of a row,
 // K choices of a token (top-k), E experts of all ranks, L = E/R experts of this rank, R ranks, B = NumMaxTokens.
@@ -15,7 +20,12 @@ import (
 // [nodes] or 0, NumTokensPerExpert int32 [E], IsTokenInRank uint8 [T,R], 1 where a token has an expert at that rank.
 //
 // Stream order, memory and errors are those of every operation (see Buffer).
-func (b *Buffer) Layout(a *LayoutArgs, c *Call) error { return b.live().Layout(a, c.engine()) }
+func (b *Buffer) Layout(a *LayoutArgs, c *Call) error {
+	if a == nil {
+		return errNoArgs
+	}
+	return b.live().Layout(a, c.engine())
+}
 
 // Notify is the first step of a normal-mode dispatch: it exchanges the counts of rows among all ranks and fills the
 // handle's matrices. The token that it returns names the exchange in WaitCounts, CountsLen and Dispatch. Collective:
@@ -29,6 +39,9 @@ func (b *Buffer) Layout(a *LayoutArgs, c *Call) error { return b.live().Layout(a
 //
 // An exchange that is never dispatched is given up after 15 more.
 func (b *Buffer) Notify(a *NotifyArgs, c *Call) (token uint64, err error) {
+	if a == nil {
+		return 0, errNoArgs
+	}
 	return b.live().Notify(a, c.engine())
 }
 
@@ -60,7 +73,12 @@ func (b *Buffer) CountsLen(token uint64) (int, error) { return b.live().CountsLe
 //
 // Errors beside those of Buffer: ErrInvalidState if the counts were not waited for; ErrInvalidArgument if the shape
 // differs from Notify's, or num_nvl_bytes or num_rdma_bytes cannot stage a row of this size.
-func (b *Buffer) Dispatch(a *DispatchArgs, c *Call) error { return b.live().Dispatch(a, c.engine()) }
+func (b *Buffer) Dispatch(a *DispatchArgs, c *Call) error {
+	if a == nil {
+		return errNoArgs
+	}
+	return b.live().Dispatch(a, c.engine())
+}
 
 // CancelDispatch takes the place of Dispatch on a rank that cannot go on after Notify, for example because it has no
 // memory for the rows that arrive: the other ranks, which have its counts, refuse that dispatch at once with an error
@@ -80,11 +98,19 @@ func (b *Buffer) CancelDispatch(token uint64, reason error, c *Call) error {
 // once; CombinedTopKWeights float32 [T,K] or 0. X may lie in a Segment, so that receivers read rows in place.
 //
 // Stream order, memory and errors are those of every operation (see Buffer).
-func (b *Buffer) Combine(a *CombineArgs, c *Call) error { return b.live().Combine(a, c.engine()) }
+func (b *Buffer) Combine(a *CombineArgs, c *Call) error {
+	if a == nil {
+		return errNoArgs
+	}
+	return b.live().Combine(a, c.engine())
+}
 
 // BalanceWorkspace returns the bytes of workspace that PrefetchWeights, or with reduce ReduceGrads, needs; of the
 // arguments it reads the numbers alone. Local.
 func (b *Buffer) BalanceWorkspace(a *BalanceArgs, reduce bool) (uint64, error) {
+	if a == nil {
+		return 0, errNoArgs
+	}
 	return b.live().BalanceWorkspace(a, reduce)
 }
 
@@ -95,6 +121,9 @@ func (b *Buffer) BalanceWorkspace(a *BalanceArgs, reduce bool) (uint64, error) {
 // Experts, NumTensors tensors [NumLocalExperts, ExpertBytes]; Workspace of BalanceWorkspace bytes. Out: Copies,
 // [NumSlots, ExpertBytes]; slots of none stay. ExpertBytes are multiples of 16, and there are at most 32 ranks.
 func (b *Buffer) PrefetchWeights(a *BalanceArgs, c *Call) error {
+	if a == nil {
+		return errNoArgs
+	}
 	return b.live().PrefetchWeights(a, c.engine())
 }
 
@@ -102,6 +131,9 @@ func (b *Buffer) PrefetchWeights(a *BalanceArgs, c *Call) error {
 // the result repeats bit for bit; arguments and errors are those of PrefetchWeights. A call that was refused has added
 // nothing. Collective.
 func (b *Buffer) ReduceGrads(a *BalanceArgs, c *Call) error {
+	if a == nil {
+		return errNoArgs
+	}
 	return b.live().ReduceGrads(a, c.engine())
 }
 
@@ -126,6 +158,9 @@ func (b *Buffer) ReduceGrads(a *BalanceArgs, c *Call) error {
 // Errors beside those of Buffer: ErrInvalidArgument also for the kernel library's limits and for a shape that
 // num_rdma_bytes is too small for, with the size that it takes.
 func (b *Buffer) LowLatencyDispatch(a *LLDispatchArgs, c *Call) error {
+	if a == nil {
+		return errNoArgs
+	}
 	return b.live().LowLatencyDispatch(a, c.engine())
 }
 
@@ -136,6 +171,9 @@ func (b *Buffer) LowLatencyDispatch(a *LLDispatchArgs, c *Call) error {
 // TopKWeights float32 [T,K] of this rank's tokens; SrcInfo and LayoutRange of the dispatch. Out: CombinedX BF16 [T,H];
 // WaitRecvCostStats int64 [R] or 0 is added to. X must not change before the receive half is done.
 func (b *Buffer) LowLatencyCombine(a *LLCombineArgs, c *Call) error {
+	if a == nil {
+		return errNoArgs
+	}
 	return b.live().LowLatencyCombine(a, c.engine())
 }
 

@@ -6,6 +6,7 @@ import (
 	"github.com/deepep-go/deepep/internal/engine"
 	"github.com/deepep-go/deepep/internal/env"
 	"github.com/deepep-go/deepep/internal/plan"
+	"github.com/deepep-go/deepep/internal/status"
 )
 
 // Kinds of configuration for DefaultConfigFor.
@@ -24,7 +25,12 @@ func DefaultConfigFor(kind, ranks int) (Config, error) {
 }
 
 // CheckConfig refuses a configuration that no call takes, and rounds RDMARecvChunk up to a multiple of RDMASendChunk.
-func CheckConfig(c *Config) error { return (*plan.Config)(c).Check() }
+func CheckConfig(c *Config) error {
+	if c == nil {
+		return status.InvalidArg("c", "nil", "a configuration")
+	}
+	return (*plan.Config)(c).Check()
+}
 
 // SizeHint returns the bytes that a buffer should have for normal-mode calls with rows of hiddenBytes: NumNVLBytes, or
 // with rdma NumRDMABytes, which is 0 where the ranks are one node. The node size comes from the environment.

@@ -1,9 +1,11 @@
 package core
 
 import (
+	"fmt"
 	"math"
 	"runtime"
 
+	"github.com/deepep-go/deepep/internal/plan"
 	"github.com/deepep-go/deepep/internal/status"
 )
 
@@ -43,7 +45,7 @@ type Combined struct {
 // slices. Collective; it returns when the rows are there. CPU engine only, else ErrUnsupported; other errors are those
 // of the four. in is read during the call alone, out belongs to the caller.
 func (b *Buffer) DispatchTokens(in *Tokens, out *Arrived) error {
-	if err := b.checkTokens(in); err != nil {
+	if err := b.checkTokens(in, out); err != nil {
 		return err
 	}
 	t, k, e, r := len(in.TopKIdx)/in.NumTopK, in.NumTopK, in.NumExperts, b.Group().size
@@ -81,11 +83,13 @@ func (b *Buffer) DispatchTokens(in *Tokens, out *Arrived) error {
 	return b.Dispatch(&args, &Call{})
 }
 
-func (b *Buffer) checkTokens(in *Tokens) error {
+func (b *Buffer) checkTokens(in *Tokens, out *Arrived) error {
 	if !b.Info().HostStream {
 		return status.Errorf(status.Unsupported, "slices are memory of the CPU engine; engine %s wants device addresses", b.Info().Engine)
 	}
 	switch {
+	case in == nil || out == nil:
+		return status.InvalidArg("in, out", "nil", "this rank's tokens, and where to put what arrives")
 	case in.NumTopK < 1:
 		return status.InvalidArg("NumTopK", in.NumTopK, "1 or more")
 	case in.Hidden < 1:
@@ -94,12 +98,18 @@ func (b *Buffer) checkTokens(in *Tokens) error {
 		return status.InvalidArg("TopKIdx", len(in.TopKIdx), "a multiple of NumTopK")
 	case len(in.TopKWeights) != len(in.TopKIdx):
 		return status.InvalidArg("TopKWeights", len(in.TopKWeights), "as many as TopKIdx")
+	case len(in.TopKIdx) > math.MaxInt32 || in.Hidden > math.MaxInt32 || in.NumExperts > math.MaxInt32:
+		return status.InvalidArg("TopKIdx, Hidden and NumExperts", fmt.Sprint(len(in.TopKIdx), " choices, ", in.Hidden, " and ", in.NumExperts), "at most 2147483647 each")
 	case len(in.X) != len(in.TopKIdx)/in.NumTopK*in.Hidden:
 		return status.InvalidArg("X", len(in.X), "Hidden elements for each token")
 	case in.NumExperts < 1 || in.NumExperts%b.Group().size != 0:
 		return status.InvalidArg("NumExperts", in.NumExperts, "a multiple of the group's size")
 	}
-	return nil
+	shape := plan.Rows{
+		NumTokens: int32(len(in.TopKIdx) / in.NumTopK), NumTopK: int32(min(in.NumTopK, math.MaxInt32)), NumExperts: int32(in.NumExperts),
+		XType: BF16, Hidden: int64(in.Hidden),
+	}
+	return shape.Check(b.Group().topology) // before memory is made for these numbers
 }
 
 func (b *Buffer) countTokens(pin *runtime.Pinner, in *Tokens, n *NotifyArgs) (token uint64, err error) {
@@ -115,6 +125,9 @@ func (b *Buffer) countTokens(pin *runtime.Pinner, in *Tokens, n *NotifyArgs) (to
 // CombineTokens sums the rows x [N,H] (BF16, one for each that arrived) into the tokens that they came from, and
 // weights [N,K] likewise unless nil: Combine over Go slices. Collective; it returns when the sums are in out.
 func (b *Buffer) CombineTokens(x []uint16, weights []float32, from *Arrived, out *Combined) error {
+	if from == nil || out == nil {
+		return status.InvalidArg("from, out", "nil", "what DispatchTokens has filled, and where to put the sums")
+	}
 	n, t := int(from.Handle.NumRecvTokens), int(from.Handle.NumTokens)
 	if len(x) != n*from.hidden {
 		return status.InvalidArg("x", len(x), "as many elements as rows arrived")

@@ -8,7 +8,10 @@ import (
 	"path/filepath"
 	"regexp"
 	"strings"
+	"syscall"
 	"testing"
+
+	"golang.org/x/sys/unix"
 
 	"github.com/deepep-go/deepep/internal/abi"
 	"github.com/deepep-go/deepep/internal/dl"
@@ -102,12 +105,42 @@ func TestTransportIsOptional(t *testing.T) {
 
 func TestErrorsOfTheHostHaveItsWords(t *testing.T) {
 	for want, err := range map[string]error{
-		"dk_mem_alloc: operating system error 24: too many open files": Error("dk_mem_alloc", int32(status.System), 24),
-		"dk_mem_alloc: operating system error":                         Error("dk_mem_alloc", int32(status.System), 0),
-		"dk_mem_alloc: device error (device error 700)":                Error("dk_mem_alloc", int32(status.Device), 700),
+		"dk_mem_alloc: operating system error 13: permission denied": Error("dk_mem_alloc", int32(status.System), 13),
+		"dk_mem_alloc: operating system error":                       Error("dk_mem_alloc", int32(status.System), 0),
+		"dk_mem_alloc: device error (device error 700)":              Error("dk_mem_alloc", int32(status.Device), 700),
 	} {
 		if err.Error() != want {
 			t.Errorf("%v, want %s", err, want)
 		}
+	}
+}
+
+// A process that has no descriptor left hears which it has: the cause is elsewhere.
+func TestDescriptorsAreCounted(t *testing.T) {
+	var before unix.Rlimit
+	if err := unix.Getrlimit(unix.RLIMIT_NOFILE, &before); err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = unix.Setrlimit(unix.RLIMIT_NOFILE, &before) }()
+	few := before
+	few.Cur = min(before.Max, 100)
+	if err := unix.Setrlimit(unix.RLIMIT_NOFILE, &few); err != nil {
+		t.Fatal(err)
+	}
+	var open []int
+	var err error
+	for err == nil {
+		var fd int
+		if fd, err = unix.MemfdCreate("many", unix.MFD_CLOEXEC); err == nil {
+			open = append(open, fd)
+		}
+	}
+	text := Error("dk_mem_alloc", int32(status.System), int32(syscall.EMFILE)).Error()
+	for _, fd := range open {
+		unix.Close(fd)
+	}
+	begin := "dk_mem_alloc: operating system error 24: too many open files; 100 are open of at most 100 (RLIMIT_NOFILE): "
+	if !errors.Is(err, unix.EMFILE) || !strings.HasPrefix(text, begin) || !strings.Contains(text, fmt.Sprintf("%d memfd:many", len(open))) {
+		t.Errorf("%s\n%v, %d memfds", text, err, len(open))
 	}
 }

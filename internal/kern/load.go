@@ -117,7 +117,11 @@ func Error(function string, code, deviceError int32) error {
 	case code == 0:
 		return nil
 	case deviceError != 0 && status.Code(code) == status.System: // the host's own number
-		return status.Errorf(status.System, "%s: %v %d: %w", function, status.System, deviceError, syscall.Errno(deviceError))
+		err := status.Errorf(status.System, "%s: %v %d: %w", function, status.System, deviceError, syscall.Errno(deviceError))
+		if errno := syscall.Errno(deviceError); errno == syscall.EMFILE {
+			err = status.Errorf(status.System, "%w; %s", err, descriptors())
+		}
+		return err
 	case deviceError != 0:
 		return status.Errorf(status.Code(code), "%s: %v (device error %d)", function, status.Code(code), deviceError)
 	}
