@@ -33,7 +33,8 @@ INDEX_TYPES = {torch.int32: _abi.INT32, torch.int64: _abi.INT64}
 ITEM_TYPES = {torch.bfloat16: _abi.BF16, torch.float8_e4m3fn: _abi.FP8_E4M3}
 # Of torch's stable C ABI, in the order of the struct in python/face/face.c.
 _C_ABI = (
-    *("aoti_torch_get_data_ptr", "aoti_torch_get_dim", "aoti_torch_get_sizes", "aoti_torch_get_strides"),
+    *("aoti_torch_get_data_ptr", "aoti_torch_get_layout", "aoti_torch_get_dim"),
+    *("aoti_torch_get_sizes", "aoti_torch_get_strides"),
     *("aoti_torch_get_dtype", "aoti_torch_get_device_type", "aoti_torch_get_device_index"),
     *("aoti_torch_get_storage_size", "aoti_torch_get_storage_offset", "aoti_torch_dtype_element_size"),
     *("aoti_torch_empty_strided", "aoti_torch__reinterpret_tensor", "aoti_torch_delete_tensor_object"),
@@ -374,6 +375,8 @@ def _refusal(
     """The error for the first thing that is wrong with an argument."""
     if not isinstance(tensor, Tensor):
         return type_error(name, type(tensor).__name__, "a torch.Tensor")
+    if tensor.layout is not torch.strided:
+        return type_error(name, f"a tensor of layout {tensor.layout}", "an ordinary tensor")
     if tensor.dtype not in dtypes:
         return type_error(name, f"dtype {tensor.dtype}", " or ".join(str(d) for d in dtypes))
     if tensor.device != device:

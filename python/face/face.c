@@ -18,6 +18,7 @@
 
 #include "deepep.h"
 
+enum { kStrided = 0 }; /* of torch's layouts */
 enum { kMaxTensors = 16, kMaxDims = 8, kMaxOutputs = 12, kMaxKey = 1024, kMaxBlob = 2048, kMaxNumbers = 12 };
 
 typedef void *Tensor; /* AtenTensorHandle: points to an at::Tensor, which is one pointer, to its implementation */
@@ -27,6 +28,7 @@ typedef deepep_status_t (*EnterFn)(deepep_buffer_t buffer, void *a, void *b, voi
 
 static struct {
   int32_t (*get_data_ptr)(Tensor, void **);
+  int32_t (*get_layout)(Tensor, int32_t *);
   int32_t (*get_dim)(Tensor, int64_t *);
   int32_t (*get_sizes)(Tensor, int64_t **);
   int32_t (*get_strides)(Tensor, int64_t **);
@@ -64,6 +66,7 @@ typedef struct Seen {
 /* 1: `seen` describes the tensor; 0: it is not a plain tensor. */
 static int look(PyObject *object, Seen *seen) {
   PyObject *number;
+  int32_t layout;
   if ((PyObject *)Py_TYPE(object) != tensor_type) return 0;
   number = PyObject_GetAttr(object, name_cdata);
   if (number == NULL) {
@@ -76,6 +79,8 @@ static int look(PyObject *object, Seen *seen) {
     PyErr_Clear();
     return 0;
   }
+  /* torch writes a trace to stderr where it is asked for the memory of a tensor that has none of its own */
+  if (torch.get_layout(&seen->impl, &layout) || layout != kStrided) return 0;
   return torch.get_dim(&seen->impl, &seen->num_dims) == 0 && seen->num_dims <= kMaxDims &&
          torch.get_sizes(&seen->impl, &seen->sizes) == 0 && torch.get_strides(&seen->impl, &seen->strides) == 0 &&
          torch.get_data_ptr(&seen->impl, &seen->address) == 0;

@@ -149,7 +149,9 @@ def rank_same_elastic(ctx, fp8, expand):
             for turn in range(4):
                 if turn == 3 and compiled:
                     got = {
-                        name: Counted(site.call, []) for name, site in vars(buffer._face).items() if hasattr(site, "run")
+                        name: Counted(site.call, [])
+                        for name, site in vars(buffer._face).items()
+                        if hasattr(site, "run")
                     }
                     for name, call in got.items():
                         getattr(buffer._face, name).call = call
@@ -367,6 +369,42 @@ def rank_token_counts(ctx):
 @checks.needs_face
 def test_any_number_of_tokens_follows_one_plan(pool):
     pool.run(1, rank_token_counts)
+
+
+def rank_without_memory(ctx, folder):
+    """A tensor that has no memory of its own is refused in words, without the trace that torch would write."""
+    from deep_ep.errors import DeepEPTypeError
+
+    with alone.elastic_of(ctx) as buffer, alone.buffer_of(ctx) as older:
+        calls, plain = alone.ElasticCalls(buffer), alone.Calls(older)
+        for _ in range(3):
+            for kind in alone.ELASTIC:
+                calls.of(kind)()
+            plain.layout()
+        sparse, indices = calls.x.to_sparse(), calls.idx.to_sparse()
+        shown, before = os.open(os.path.join(folder, "stderr"), os.O_CREAT | os.O_RDWR), os.dup(2)
+        os.dup2(shown, 2)
+        try:
+            for call in (
+                lambda: buffer.dispatch(sparse, calls.idx, calls.weights, num_experts=alone.EXPERTS),
+                lambda: buffer.dispatch(calls.x, indices, calls.weights, num_experts=alone.EXPERTS),
+                lambda: buffer.dispatch(sparse, handle=calls.handle, do_expand=True),
+                lambda: buffer.combine(sparse, calls.handle),
+                lambda: older.get_dispatch_layout(indices, alone.EXPERTS),
+            ):
+                with pytest.raises(DeepEPTypeError, match=r"got a tensor of layout torch.sparse_coo"):
+                    call()
+        finally:
+            os.dup2(before, 2)
+            os.close(before)
+        assert os.pread(shown, 1 << 16, 0) == b""
+        os.close(shown)
+        buffer.check()
+        older.check()
+
+
+def test_tensors_without_memory(pool, tmp_path):
+    pool.run(1, rank_without_memory, str(tmp_path))
 
 
 def rank_hooks(ctx):
