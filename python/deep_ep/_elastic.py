@@ -17,7 +17,8 @@ from ._torch import BF16, FLOAT32, INDEX_TYPES, INT32, OptionalTensor, Tensor
 from .errors import assertion, check_flag, check_int, type_error, value_error
 from .utils import EventHandle, EventOverlap
 
-MAX_TOKENS = 1 << 24
+MAX_ALIGNMENT = 1 << 24
+MAX_ROWS = 2**31 - 1
 SCALE_ALIGNMENT = 4  # rows of a column of scales: 16 bytes
 Rows = Tensor | tuple[Tensor, Tensor]
 Event = EventHandle | EventOverlap | None
@@ -274,6 +275,15 @@ class Shape:
     def worst_rows(self) -> int:
         """Rows of recv_x that has room for any routing."""
         return self.expanded_bound() if self.expand else self.bound()
+
+    def check_worst(self) -> None:
+        """Raises where room for any routing is more than the library can number, before memory for it is asked for."""
+        most = MAX_ROWS // max(self.ranks, self.num_topk)
+        if self.num_max > most:
+            raise value_error("num_max_tokens_per_rank", self.num_max, f"at most {most}")
+        rows = self.worst_rows()
+        if rows > MAX_ROWS:
+            raise value_error("do_cpu_sync", f"False, with room for {rows} rows", f"True where over {MAX_ROWS} may come")
 
 
 @dataclass

@@ -10,6 +10,7 @@ from . import _elastic_sizes, _names, _torch, errors
 from ._absent import AGRS, ENGRAM, PP, BufferBase, absent
 from ._core import call_in_order
 from ._elastic import (
+    MAX_ALIGNMENT,
     Combined,
     Dispatched,
     ElasticMode,
@@ -31,7 +32,7 @@ from ._normal_face import Missing
 from ._plan import plan
 from ._torch import FLOAT32, INDEX_TYPES, INT32, OptionalTensor, Tensor, is_compiling, native, opaque
 from .bootstrap import Bootstrap
-from .buffer import Buffer, Runtime, _choose_engine
+from .buffer import MAX_SECONDS, Buffer, Runtime, _choose_engine
 from .errors import assertion, check_flag, check_int, type_error, value_error
 from .utils import EventHandle
 
@@ -647,7 +648,7 @@ class ElasticBuffer(BufferBase):
             _torch.check("topk_idx", topk_idx, core.device, tuple(INDEX_TYPES), (payload.num_tokens, None))
             num_topk = int(topk_idx.shape[1])
             num_experts = self._check_experts(num_experts)
-            alignment = 1 if alignment is None else check_int("expert_alignment", alignment, 1)
+            alignment = 1 if alignment is None else check_int("expert_alignment", alignment, 1, MAX_ALIGNMENT)
             if num_max_tokens is None:
                 num_max_tokens = self.num_max_tokens_per_rank
             check_int("num_max_tokens_per_rank", num_max_tokens, 0)
@@ -666,6 +667,8 @@ class ElasticBuffer(BufferBase):
         if order is None:
             order = Order(core, previous_event, is_async, on_comm)
         shape = Shape(num_topk, num_experts, alignment, num_max_tokens, expand, core.group_size)
+        if worst:
+            shape.check_worst()
         sending = Sending(
             payload, topk_weights, shape, order, self._mode.config(0, given), padding,
             check_flag("use_tma_aligned_col_major_sf", columns), topk_idx,
@@ -816,6 +819,6 @@ def _segment(engine: str | None, count: int) -> int | None:
 def _timeout(cpu: float, gpu: float) -> float | None:
     """Seconds of a wait; None, as the settings say, where neither was chosen."""
     for name, value in (("num_cpu_timeout_secs", cpu), ("num_gpu_timeout_secs", gpu)):
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
-            raise value_error(name, repr(value), "seconds > 0")
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= MAX_SECONDS:
+            raise value_error(name, repr(value), f"seconds > 0 and <= {MAX_SECONDS}")
     return None if (cpu, gpu) == (CPU_SECONDS, GPU_SECONDS) else min(cpu, gpu)
