@@ -37,6 +37,23 @@ TENSORS = (
 )
 
 
+REFERENCE = "_reference"  # attribute of a handle that holds the caller's topk_idx: the tensor, and its version
+
+
+def refer(handle: EPHandle) -> None:
+    """Notes which contents of topk_idx the handle is of, where torch counts a tensor's versions."""
+    idx = handle.topk_idx
+    if not idx.is_inference():
+        setattr(handle, REFERENCE, (idx, idx._version))
+
+
+def check_reference(handle: object) -> None:
+    """Raises where topk_idx, of which the handle has no copy, was written to since the dispatch."""
+    idx, version = getattr(handle, REFERENCE, (None, 0))
+    if idx is not None and idx is handle.topk_idx and idx._version != version:  # type: ignore[attr-defined]
+        assertion(False, "handle.topk_idx was written to after the dispatch, whose indices it holds without a copy")
+
+
 # Numbers of a handle that its calls pass on, and the least that each may be.
 _NUMBERS = (
     ("num_experts", 0),
@@ -134,12 +151,16 @@ class EPHandle:
         self.channel_linked_list = channel_linked_list  # send_head of deepep_handle
         self.cached_recv_src_metadata_before_sort: OptionalTensor = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what belongs to this handle's own topk_idx, for copies and pickles."""
+        return {name: value for name, value in vars(self).items() if name != REFERENCE}
+
     def deterministic_sort(self, *_tensors: Any, **_named: Any) -> None:
         """Nothing is left to sort: rows come in the order of (source rank, token)."""
 
 
 def _flatten_handle(handle: EPHandle) -> tuple[list[Any], Any]:
-    fields = dict(vars(handle))
+    fields = handle.__getstate__()
     return [fields.pop(name) for name in TENSORS], fields
 
 

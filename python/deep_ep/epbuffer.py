@@ -8,7 +8,7 @@ from typing import Any
 from . import _elastic_sizes, _torch, errors
 from ._balance import Balancing, BufferAllocator, Tensors
 from ._balance import sms as _even
-from ._elastic import EPHandle, Event, Rows, Sending
+from ._elastic import EPHandle, Event, Rows, Sending, check_reference, refer
 from ._torch import UINT8, OptionalTensor, Tensor, is_compiling, native, opaque
 from .bootstrap import Bootstrap
 from .elastic import CPU_SECONDS, GPU_SECONDS, USUAL_SMS, ElasticBuffer, Group
@@ -119,7 +119,8 @@ class EPBuffer(ElasticBuffer):
         """ElasticBuffer.dispatch, whose second half may be left to the event.
 
         Args:
-            do_handle_copy: False: the handle keeps `topk_idx` itself.
+            do_handle_copy: False: the handle keeps `topk_idx` itself, which must not be written to while the handle is
+                used.
             defer_epilogue: needs async_with_compute_stream. Only the event is returned; its first ``wait()`` returns
                 the received rows, indices, weights and the handle, and the buffer takes no other call until then. With
                 do_cpu_sync the counts are exchanged before it, the rows sent in it.
@@ -142,6 +143,7 @@ class EPBuffer(ElasticBuffer):
                 async_with_compute_stream, allocate_on_comm_stream, handle, False, do_cpu_sync, do_expand,
                 do_zero_padding, use_tma_aligned_col_major_sf,
             )  # fmt: skip
+        check_reference(handle)
         with _torch.without_modes():
             sending, known = self._prepare(
                 x, topk_idx, topk_weights, cumulative_local_expert_recv_stats, num_experts, num_max_tokens_per_rank,
@@ -152,9 +154,11 @@ class EPBuffer(ElasticBuffer):
                 result = self._mode.resend(sending, handle)
             elif defer and not sending.worst:
                 made = self._mode.begin(sending, known)
+                refer(made)
                 return self._defer("dispatch", EventOverlap(EventHandle()), lambda: self._finish(sending, made))
             else:
                 result = self._mode.send(sending, known)
+                refer(result[3])
         return self._defer("dispatch", result[4], lambda: self._given(result[:4])) if defer else result
 
     @native
@@ -192,6 +196,7 @@ class EPBuffer(ElasticBuffer):
                 self, x, handle, topk_weights, bias, num_sms, num_qps, previous_event, None, async_with_compute_stream,
                 allocate_on_comm_stream,
             )  # fmt: skip
+        check_reference(handle)
         with _torch.without_modes():
             result = self._combine(
                 x, handle, topk_weights, bias, num_sms, num_qps, previous_event, None, async_with_compute_stream,

@@ -378,6 +378,39 @@ def rank_deferred(ctx):
         buffer.barrier(wait_comm_stream=True)
 
 
+def rank_reference(ctx):
+    """EPBuffer: a handle holds the caller's indices, and is refused once they were written to; copies hold their own."""
+    exchange = elastic.expect(CASE, M)
+    own = exchange.inputs[ctx.rank]
+    x, weights = ctx.to_device(own.x), ctx.to_device(own.topk_weights)
+    with elastic.buffer_of(ctx, M, CASE.hidden, kind="EPBuffer") as buffer:
+        for defer in (False, True):
+            idx = ctx.to_device(own.topk_idx).clone()
+            numbers = {"num_experts": CASE.experts, "expert_alignment": CASE.alignment}
+            result = buffer.dispatch(
+                x, idx, weights, async_with_compute_stream=defer, defer_epilogue=defer, **numbers
+            )
+            rows, _, _, handle = (result.wait() if defer else result)[:4]
+            rows = rows.to(torch.bfloat16)
+            assert handle.topk_idx is idx
+            others = [copy.deepcopy(handle), pickle.loads(pickle.dumps(handle))]
+            leaves, spec = pytree.tree_flatten(handle)
+            others.append(pytree.tree_unflatten([leaf.clone() for leaf in leaves], spec))
+            wanted, _, _ = buffer.combine(rows, handle)
+            idx += 1
+            for call in (lambda: buffer.combine(rows, handle), lambda: buffer.dispatch(x, handle=handle)):  # noqa: B023
+                with pytest.raises(AssertionError, match=r"handle\.topk_idx was written to after the dispatch"):
+                    call()
+            for other in others:
+                assert torch.equal(buffer.combine(rows, other)[0], wanted)
+            handle.topk_idx = ctx.to_device(own.topk_idx)  # the right ones, assigned
+            assert torch.equal(buffer.combine(rows, handle)[0], wanted)
+
+
+def test_indices_by_reference(pool):
+    pool.run(2, rank_reference)
+
+
 def test_deferred(pool):
     """EPBuffer: results by the event's first wait; other calls are refused by name until then."""
     pool.run(4, rank_deferred)
