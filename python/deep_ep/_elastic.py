@@ -304,7 +304,9 @@ class Shape:
             raise value_error("num_max_tokens_per_rank", self.num_max, f"at most {most}")
         rows = self.worst_rows()
         if rows > MAX_ROWS:
-            raise value_error("do_cpu_sync", f"False, with room for {rows} rows", f"True where over {MAX_ROWS} may come")
+            raise value_error(
+                "do_cpu_sync", f"False, with room for {rows} rows", f"True where over {MAX_ROWS} may come"
+            )
 
 
 @dataclass

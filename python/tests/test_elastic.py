@@ -379,7 +379,7 @@ def rank_deferred(ctx):
 
 
 def rank_reference(ctx):
-    """EPBuffer: a handle holds the caller's indices, and is refused once they were written to; copies hold their own."""
+    """EPBuffer: a handle holds the caller's indices, and is refused once they were written to; copies have their own."""
     exchange = elastic.expect(CASE, M)
     own = exchange.inputs[ctx.rank]
     x, weights = ctx.to_device(own.x), ctx.to_device(own.topk_weights)
@@ -387,9 +387,7 @@ def rank_reference(ctx):
         for defer in (False, True):
             idx = ctx.to_device(own.topk_idx).clone()
             numbers = {"num_experts": CASE.experts, "expert_alignment": CASE.alignment}
-            result = buffer.dispatch(
-                x, idx, weights, async_with_compute_stream=defer, defer_epilogue=defer, **numbers
-            )
+            result = buffer.dispatch(x, idx, weights, async_with_compute_stream=defer, defer_epilogue=defer, **numbers)
             rows, _, _, handle = (result.wait() if defer else result)[:4]
             rows = rows.to(torch.bfloat16)
             assert handle.topk_idx is idx

@@ -341,6 +341,20 @@ def rank_life(ctx):
         layer(x)
     with pytest.raises(ValueError, match="argument max_decode_tokens: got 0"):
         layer.decode(x, scores)
+    idx, weights = torch.zeros(len(x), 2, dtype=torch.int64, device=x.device), torch.ones(len(x), 2, device=x.device)
+    for arguments, options, error, text in (
+        ((3, scores), {}, TypeError, "argument x: got int, allowed an ordinary tensor"),
+        ((x.to_sparse(), scores), {}, TypeError, "argument x: got a tensor of layout torch.sparse_coo"),
+        ((x[0, 0], scores), {}, ValueError, r"argument x: got shape \[\]"),
+        ((x, "scores"), {}, TypeError, "argument scores: got str"),
+        ((x, scores[:, 1:]), {}, ValueError, rf"argument scores: got shape .*, allowed \[\.\.\., {EXPERTS}\]"),
+        ((x,), {"topk_idx": idx, "topk_weights": 1}, TypeError, "argument topk_weights: got int"),
+        ((x,), {"topk_idx": idx, "topk_weights": weights[:, 1:]}, ValueError, "argument topk_weights: got shape"),
+    ):
+        for call in (layer, layer_of(ctx, max_decode_tokens=64).decode):
+            with pytest.raises(error, match=text):
+                call(*arguments, **options)
+    layer(x, scores)
 
 
 def test_life(pool):

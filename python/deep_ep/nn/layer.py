@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from .. import _torch
 from ..buffer import Buffer
-from ..errors import check_int, value_error
+from ..errors import check_int, type_error, value_error
 from ..ops import functional
 from . import float32, fp8
 from .experts import apply_to_groups, dtype_of
@@ -36,6 +36,21 @@ class _Scale(torch.autograd.Function):
 def _scale_gradient(x: Tensor, factor: float) -> Tensor:
     """x, whose gradient is multiplied by a factor."""
     return x if factor == 1 else _Scale.apply(x, factor)  # type: ignore[no-untyped-call]
+
+
+def _rows_of(name: str, tensor: Tensor, width: int | None = None) -> Tensor:
+    """``[..., width]`` as rows.
+
+    Raises:
+        DeepEPError (also a ValueError or TypeError): it is none such.
+    """
+    if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided:
+        kind = f"a tensor of layout {tensor.layout}" if isinstance(tensor, Tensor) else type(tensor).__name__
+        raise type_error(name, kind, "an ordinary tensor")
+    shape = tuple(tensor.shape)
+    if not shape or shape[-1] == 0 or (width is not None and shape[-1] != width):
+        raise value_error(name, f"shape {list(shape)}", f"[..., {'any' if width is None else width}]")
+    return tensor.reshape(-1, shape[-1])
 
 
 class _Shared:
@@ -296,7 +311,8 @@ class ExpertParallel(nn.Module):
         Raises:
             DeepEPError: a rank is late, dead or disagrees. Also a ValueError or TypeError for a wrong argument.
         """
-        rows, buffer = x.reshape(-1, x.shape[-1]), self._normal_buffer(x)
+        rows = _rows_of("x", x)
+        buffer = self._normal_buffer(x)
         routing = self._routed(scores, topk_idx, topk_weights)
         self._count(routing, scores is not None)
         idx, weights = routing[:2]
@@ -318,11 +334,12 @@ class ExpertParallel(nn.Module):
     def _routed(self, scores: Tensor | None, idx: Tensor | None, weights: Tensor | None) -> Routing:
         """The layer's routing, or the caller's, which has no probabilities."""
         if scores is not None:
-            return self.route(scores.reshape(-1, self.num_experts))
+            return self.route(_rows_of("scores", scores, self.num_experts))
         if idx is None or weights is None:
             raise value_error("scores", "None", "scores, or topk_idx and topk_weights")
-        none = weights.new_empty((0, self.num_experts))
-        return Routing(idx.reshape(-1, idx.shape[-1]), weights.reshape(-1, idx.shape[-1]), none)
+        idx = _rows_of("topk_idx", idx)
+        weights = _rows_of("topk_weights", weights, idx.shape[-1])
+        return Routing(idx, weights, weights.new_empty((0, self.num_experts)))
 
     def _compute(self, received: functional.Received | float32.Received) -> Tensor:
         """float32 ``[N, H]``: for each received row the weighted sum over the experts here that it was sent to.
@@ -391,7 +408,7 @@ class ExpertParallel(nn.Module):
         """
         if num_micro_batches not in (1, 2):
             raise value_error("num_micro_batches", num_micro_batches, "1 or 2")
-        rows = x.reshape(-1, x.shape[-1])
+        rows = _rows_of("x", x)
         idx, weights, _ = self._routed(scores, topk_idx, topk_weights)
         half = -(-rows.shape[0] // num_micro_batches)
         parts = [slice(first * half, (first + 1) * half) for first in range(num_micro_batches)]
@@ -412,7 +429,8 @@ class ExpertParallel(nn.Module):
         Yields after each: dispatch sent, received, experts computed, combine sent; then receives, and returns the
         result. Every rank takes the steps of its micro-batches in the same order; see take_turns.
         """
-        rows, buffer = x.reshape(-1, x.shape[-1]), self._low_latency_buffer(x)
+        rows = _rows_of("x", x)
+        buffer = self._low_latency_buffer(x)
         idx, weights, _ = self._routed(scores, topk_idx, topk_weights)
         idx, weights = idx.contiguous(), weights.float().contiguous()
         sent = rows.to(torch.bfloat16).contiguous()

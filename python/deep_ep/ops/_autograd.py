@@ -48,7 +48,7 @@ class _Dispatch(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, name: str, below: Below, x: Tensor, weights: Any, buffer: str, args: tuple[Any, ...]) -> Any:
-        if x.dtype is not torch.bfloat16 and x.requires_grad:
+        if x is not None and x.dtype is not torch.bfloat16 and x.requires_grad:
             raise type_error("x", f"dtype {x.dtype} that requires grad", "torch.bfloat16, or rows that require none")
         outputs = below(x, args[1], args[2], weights, *args[4:])
         ctx.name, ctx.buffer = name, buffer
