@@ -379,7 +379,7 @@ def rank_deferred(ctx):
 
 
 def rank_reference(ctx):
-    """EPBuffer: a handle holds the caller's indices, and is refused once they were written to; copies have their own."""
+    """EPBuffer: a handle holds the caller's indices, and is refused once they were written to; a copy has its own."""
     exchange = elastic.expect(CASE, M)
     own = exchange.inputs[ctx.rank]
     x, weights = ctx.to_device(own.x), ctx.to_device(own.topk_weights)
