@@ -188,7 +188,7 @@ def check_beside_handle(
         ("num_max_tokens_per_rank", num_max_tokens),
     ):
         own = getattr(handle, name, None)
-        if value is not None and value != own:
+        if value is not None and check_int(name, value) != own:
             assertion(False, f"argument {name}: got {value}, allowed {own}, as in the handle")
 
 
@@ -507,6 +507,7 @@ class ElasticMode:
             raise type_error("handle", type(handle).__name__, "the EPHandle that dispatch returned")
         core = self._core
         ranks, device, ordinal = core.group_size, core.device, core.ordinal
+        check_flag("handle.do_expand", handle.do_expand)
         for name, least in _NUMBERS:
             check_int(f"handle.{name}", getattr(handle, name), least)
         local = handle.num_experts // ranks

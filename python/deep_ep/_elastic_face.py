@@ -203,10 +203,10 @@ class ElasticFace:
         *chosen: Any,
     ) -> Dispatched | Missing | None:
         """ElasticBuffer.dispatch with a handle; `chosen`: its other arguments, those that are numbers or flags."""
-        metadata = handle.recv_src_metadata
-        if type(x) is not Tensor or x.dim() != 2 or type(metadata) is not Tensor:
+        metadata, expanded = handle.recv_src_metadata, handle.do_expand
+        if type(x) is not Tensor or x.dim() != 2 or type(metadata) is not Tensor or type(expanded) is not bool:
             return None
-        if expand is True or expand is False and not handle.do_expand:
+        if expand is True or expand is False and not expanded:
             rows = handle.num_recv_tokens
         elif expand is False:
             rows = _torch.length(metadata)

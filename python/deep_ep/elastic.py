@@ -716,8 +716,9 @@ class ElasticBuffer(BufferBase):
         )
         usual = self._usual_sms(num_topk)
         asked = check_int("num_sms", num_sms, 0)
-        if not asked and handle is not None and handle.num_sms != usual:
-            asked = check_int("handle.num_sms", handle.num_sms, 0)
+        if not asked and handle is not None:
+            found = check_int("handle.num_sms", handle.num_sms, 0)
+            asked = 0 if found == usual else found
         asked += asked % 2
         return asked, asked or usual
 
@@ -796,9 +797,10 @@ def get_num_tma_alignment() -> int:
 def _size_of(group: Group, bootstrap: Bootstrap | None) -> int:
     if group is None and isinstance(bootstrap, Bootstrap):
         return bootstrap.size
-    if group is None or not callable(getattr(group, "size", None)):
+    size = getattr(group, "size", None)
+    if isinstance(group, Tensor) or not callable(size):
         raise type_error("group", type(group).__name__, "a torch.distributed.ProcessGroup or the like")
-    return int(group.size())
+    return check_int("group.size()", size(), 1)
 
 
 def _read_key(join: object) -> tuple[str, int]:

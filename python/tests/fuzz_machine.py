@@ -28,7 +28,7 @@ WRONG = [
     torch.zeros(2, 3, dtype=torch.int64), torch.zeros(2, device="meta"), torch.zeros(4, dtype=torch.bool),
 ]  # fmt: skip
 # Sizes with which a call would only be slow, or which torch refuses to allocate by an error of its own.
-SLOW = {"num_worst_tokens", "num_experts"}
+SLOW = {"num_worst_tokens", "num_experts", "num_max_tokens_per_rank", "num_bytes"}
 
 
 class Named(Exception):
@@ -59,8 +59,8 @@ def tokens_of(count: int, seed: int) -> SimpleNamespace:
     return SimpleNamespace(x=x, idx=idx, weights=torch.ones(count, TOPK), count=count)
 
 
-class Machine(RuleBasedStateMachine):
-    """What one program does."""
+class Program(RuleBasedStateMachine):
+    """What every program does: it keeps buffers, notes its calls, and judges what they end in."""
 
     trace: Any = None  # a file: the calls of this example, for the case that the process dies
 
@@ -71,6 +71,103 @@ class Machine(RuleBasedStateMachine):
         if self.trace is not None:
             self.trace.seek(0)
             self.trace.truncate()
+
+    @invariant()
+    def buffers_work(self) -> None:
+        """What a refused call leaves behind is a buffer that works."""
+        for which in self.open:
+            if not which.failed and not which.sends and not which.asleep:
+                which.buffer.check()
+
+    def teardown(self) -> None:
+        for which in self.open:
+            which.buffer.destroy()
+        self.events.clear()
+
+    # ---- helpers
+
+    def note(self, text: str) -> None:
+        if self.trace is not None:
+            self.trace.write(text + "\n")
+            self.trace.flush()
+
+    def pick(self, data: Any) -> Open:
+        return data.draw(st.sampled_from(self.open))  # type: ignore[no-any-return]
+
+    def some_event(self, data: Any) -> Any:
+        return data.draw(st.sampled_from([None, *self.events]))
+
+    def wait_or_keep(self, which: Open, event: Any, data: Any) -> None:
+        if event.event is not None and data.draw(st.booleans()):
+            keep(self.events, event)
+        else:
+            self.finish(which, event)
+
+    def finish(self, which: Open, event: Any) -> None:
+        if event.event is not None:
+            self.attempt(which, event.current_stream_wait, {}, "")
+
+    def spoil(self, given: dict[str, Any], data: Any, fixed: tuple[str, ...] = ()) -> str:
+        """Makes one argument in five calls wrong, or what may be wrong; its name, or nothing."""
+        names = [name for name in given if name not in fixed]
+        if not names or data.draw(st.integers(0, 4)):
+            return ""
+        name = data.draw(st.sampled_from(names))
+        value = data.draw(st.sampled_from(WRONG))
+        if name in SLOW and isinstance(value, int) and 2**20 < value < 2**31:
+            value = 3
+        for flag in ("async_finish", "async_with_compute_stream"):
+            if flag in given:
+                given[flag] = False  # an error comes with the call: what is drawn next depends on it
+        given[name] = value
+        return name
+
+    def attempt(self, which: Open | None, call: Callable[..., Any], given: dict[str, Any], changed: str) -> Any:
+        """The call's result; None if it was refused by an error that it may end in."""
+        from deep_ep import DeepEPError, errors
+
+        name = getattr(call, "__qualname__", type(call).__name__)
+        self.note(f"{name} {changed}={given[changed]!r:.80}" if changed else name)
+        try:
+            return call(**given)
+        except DeepEPError as error:
+            self.note(f"    {type(error).__name__}: {error}")
+            if error.status == errors.INVALID_ARGUMENT and " on rank " not in str(error):
+                # A wrong pair of arguments is named by either of them.
+                assert changed and ("argument " in str(error) or isinstance(error, AssertionError)), str(error)
+                return None
+            if error.status in (errors.INVALID_STATE, errors.UNSUPPORTED, errors.OUT_OF_MEMORY):
+                return None
+            assert changed or which is None or which.sends or which.failed, str(error)
+            if which is not None:
+                self.broken(which)
+            return None
+
+    def done(
+        self, which: Open, call: Callable[..., Any], given: dict[str, Any] | None = None, changed: str = ""
+    ) -> bool:
+        """Whether a call that returns nothing was carried out."""
+
+        def carried_out(**arguments: Any) -> bool:
+            call(**arguments)
+            return True
+
+        carried_out.__qualname__ = call.__qualname__
+        return self.attempt(which, carried_out, given or {}, changed) is not None
+
+    def broken(self, which: Open) -> bool:
+        """Whether the buffer has failed, which only data that no host can see, or a lost receive, may do."""
+        from deep_ep import DeepEPError
+
+        try:
+            which.buffer.check()
+        except DeepEPError:
+            which.failed = True
+        return which.failed
+
+
+class Machine(Program):
+    """What one program of V1 does."""
 
     # ---- buffers
 
@@ -332,98 +429,6 @@ class Machine(RuleBasedStateMachine):
             thread.join()
         if failures and not self.broken(which):
             raise failures[0]
-
-    @invariant()
-    def buffers_work(self) -> None:
-        """What a refused call leaves behind is a buffer that works."""
-        for which in self.open:
-            if not which.failed and not which.sends and not which.asleep:
-                which.buffer.check()
-
-    def teardown(self) -> None:
-        for which in self.open:
-            which.buffer.destroy()
-        self.events.clear()
-
-    # ---- helpers
-
-    def note(self, text: str) -> None:
-        if self.trace is not None:
-            self.trace.write(text + "\n")
-            self.trace.flush()
-
-    def pick(self, data: Any) -> Open:
-        return data.draw(st.sampled_from(self.open))  # type: ignore[no-any-return]
-
-    def some_event(self, data: Any) -> Any:
-        return data.draw(st.sampled_from([None, *self.events]))
-
-    def wait_or_keep(self, which: Open, event: Any, data: Any) -> None:
-        if event.event is not None and data.draw(st.booleans()):
-            keep(self.events, event)
-        else:
-            self.finish(which, event)
-
-    def finish(self, which: Open, event: Any) -> None:
-        if event.event is not None:
-            self.attempt(which, event.current_stream_wait, {}, "")
-
-    def spoil(self, given: dict[str, Any], data: Any, fixed: tuple[str, ...] = ()) -> str:
-        """Makes one argument in five calls wrong, or what may be wrong; its name, or nothing."""
-        names = [name for name in given if name not in fixed]
-        if not names or data.draw(st.integers(0, 4)):
-            return ""
-        name = data.draw(st.sampled_from(names))
-        value = data.draw(st.sampled_from(WRONG))
-        if name in SLOW and isinstance(value, int) and 2**20 < value < 2**31:
-            value = 3
-        if "async_finish" in given:
-            given["async_finish"] = False  # an error comes with the call: what is drawn next depends on it
-        given[name] = value
-        return name
-
-    def attempt(self, which: Open | None, call: Callable[..., Any], given: dict[str, Any], changed: str) -> Any:
-        """The call's result; None if it was refused by an error that it may end in."""
-        from deep_ep import DeepEPError, errors
-
-        name = getattr(call, "__qualname__", type(call).__name__)
-        self.note(f"{name} {changed}={given[changed]!r:.80}" if changed else name)
-        try:
-            return call(**given)
-        except DeepEPError as error:
-            self.note(f"    {type(error).__name__}: {error}")
-            if error.status == errors.INVALID_ARGUMENT and " on rank " not in str(error):
-                # A wrong pair of arguments is named by either of them.
-                assert changed and ("argument " in str(error) or isinstance(error, AssertionError)), str(error)
-                return None
-            if error.status in (errors.INVALID_STATE, errors.UNSUPPORTED, errors.OUT_OF_MEMORY):
-                return None
-            assert changed or which is None or which.sends or which.failed, str(error)
-            if which is not None:
-                self.broken(which)
-            return None
-
-    def done(
-        self, which: Open, call: Callable[..., Any], given: dict[str, Any] | None = None, changed: str = ""
-    ) -> bool:
-        """Whether a call that returns nothing was carried out."""
-
-        def carried_out(**arguments: Any) -> bool:
-            call(**arguments)
-            return True
-
-        carried_out.__qualname__ = call.__qualname__
-        return self.attempt(which, carried_out, given or {}, changed) is not None
-
-    def broken(self, which: Open) -> bool:
-        """Whether the buffer has failed, which only data that no host can see, or a lost receive, may do."""
-        from deep_ep import DeepEPError
-
-        try:
-            which.buffer.check()
-        except DeepEPError:
-            which.failed = True
-        return which.failed
 
 
 class One:
