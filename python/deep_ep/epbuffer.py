@@ -143,8 +143,8 @@ class EPBuffer(ElasticBuffer):
                 async_with_compute_stream, allocate_on_comm_stream, handle, False, do_cpu_sync, do_expand,
                 do_zero_padding, use_tma_aligned_col_major_sf,
             )  # fmt: skip
-        check_reference(handle)
         with _torch.without_modes():
+            check_reference(handle)
             sending, known = self._prepare(
                 x, topk_idx, topk_weights, cumulative_local_expert_recv_stats, num_experts, num_max_tokens_per_rank,
                 expert_alignment, num_sms, num_qps, previous_event, async_with_compute_stream, allocate_on_comm_stream,
@@ -196,8 +196,8 @@ class EPBuffer(ElasticBuffer):
                 self, x, handle, topk_weights, bias, num_sms, num_qps, previous_event, None, async_with_compute_stream,
                 allocate_on_comm_stream,
             )  # fmt: skip
-        check_reference(handle)
         with _torch.without_modes():
+            check_reference(handle)
             result = self._combine(
                 x, handle, topk_weights, bias, num_sms, num_qps, previous_event, None, async_with_compute_stream,
                 allocate_on_comm_stream,
