@@ -242,7 +242,9 @@ def rank_traffic(ctx, case):
     peers, row = cases.node_size(), case.hidden * 2
     with normal.buffer_of(ctx) as buffer:
         exchange = normal.dispatch_and_check(ctx, buffer, case)
-        normal.combine(ctx, buffer, exchange)
+        combined, _, _ = normal.combine(ctx, buffer, exchange)
+        if combined.is_cuda:  # a rank without tokens has waited for nothing yet
+            torch.cuda.synchronize()
         sent = {name: buffer.stats()[name]["bytes_to_peer"] for name in ("dispatch", "combine")}
         per_node = [layout.num_tokens_per_rdma_rank.tolist() for layout in exchange.layouts]
     own = ctx.rank // peers
