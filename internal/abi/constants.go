@@ -145,12 +145,13 @@ const (
 	CapFP8Hardware = 16
 
 	// normal mode moves rows in chunks of the size that a call names, not of its own choice
-	CapChunks       = 32
-	CapRoutedNodes  = 64   // teams that span nodes take calls with a routing
-	CapRoutedShrink = 128  // teams that shrink, on one node, take calls with a routing
-	CapLLCopy       = 256  // DK_TEAM_LL_COPY changes how rows cross
-	CapNormalCopy   = 512  // likewise DK_TEAM_NORMAL_COPY
-	CapShrinkNodes  = 1024 // normal mode of teams that shrink and span nodes goes on without lost ranks
+	CapChunks            = 32
+	CapRoutedNodes       = 64   // teams that span nodes take calls with a routing
+	CapRoutedShrink      = 128  // teams that shrink, on one node, take calls with a routing
+	CapLLCopy            = 256  // DK_TEAM_LL_COPY changes how rows cross
+	CapNormalCopy        = 512  // likewise DK_TEAM_NORMAL_COPY
+	CapShrinkNodes       = 1024 // normal mode of teams that shrink and span nodes goes on without lost ranks
+	CapRoutedShrinkNodes = 2048 // likewise calls with a routing
 )
 
 // How memory is shared among processes.

@@ -14,8 +14,8 @@ func (b *Buffer) checkRouting(r plan.Routing) error {
 		switch {
 		case !b.opt.Library.Has(abi.CapRoutedShrink):
 			return status.Errorf(status.Unsupported, "handles with a routing do not go with enable_shrink with this kernel library: their calls leave out no masked rank")
-		case b.top.Nodes() > 1:
-			return status.Errorf(status.Unsupported, "handles with a routing go with enable_shrink on one node: this group has %d", b.top.Nodes())
+		case b.top.Nodes() > 1 && !b.opt.Library.Has(abi.CapRoutedShrinkNodes):
+			return status.Errorf(status.Unsupported, "handles with a routing go with enable_shrink on one node with this kernel library: this group has %d", b.top.Nodes())
 		}
 	}
 	if nodes := b.top.Nodes(); nodes > 1 && r.Kind != op.RoutingNone && !b.opt.Library.Has(abi.CapRoutedNodes) {

@@ -207,10 +207,11 @@ enum {
   DK_CAP_FP8_HARDWARE = 16,
   DK_CAP_CHUNKS = 32,       /* normal mode moves rows in chunks of the size that a call names, not of its own choice */
   DK_CAP_ROUTED_NODES = 64, /* teams that span nodes take calls with a routing */
-  DK_CAP_ROUTED_SHRINK = 128, /* teams that shrink, on one node, take calls with a routing */
-  DK_CAP_LL_COPY = 256,       /* DK_TEAM_LL_COPY changes how rows cross */
-  DK_CAP_NORMAL_COPY = 512,   /* likewise DK_TEAM_NORMAL_COPY */
-  DK_CAP_SHRINK_NODES = 1024  /* normal mode of teams that shrink and span nodes goes on without lost ranks */
+  DK_CAP_ROUTED_SHRINK = 128,       /* teams that shrink, on one node, take calls with a routing */
+  DK_CAP_LL_COPY = 256,             /* DK_TEAM_LL_COPY changes how rows cross */
+  DK_CAP_NORMAL_COPY = 512,         /* likewise DK_TEAM_NORMAL_COPY */
+  DK_CAP_SHRINK_NODES = 1024,       /* normal mode of teams that shrink and span nodes goes on without lost ranks */
+  DK_CAP_ROUTED_SHRINK_NODES = 2048 /* likewise calls with a routing */
 };
 typedef struct dk_info_params {
   DK_HEADER;

@@ -31,11 +31,11 @@ CASES = (
 MODES = ((True, True), (False, True), (True, False), (False, False))  # hybrid, multiple reduction
 
 
-def rank_cases(ctx, some, modes):
+def rank_cases(ctx, some, modes, shrink=False):
     for case in some:
         exchange = elastic.expect(case, 32)
         for hybrid, multiple in modes:
-            options = {"allow_hybrid_mode": hybrid, "allow_multiple_reduction": multiple}
+            options = {"allow_hybrid_mode": hybrid, "allow_multiple_reduction": multiple, "enable_shrink": shrink}
             with elastic.buffer_of(ctx, 32, case.hidden, **options) as buffer:
                 nodes = buffer.num_rdma_ranks
                 assert nodes > 1 and buffer.get_logical_domain_size()[0] == (nodes if hybrid else 1)
@@ -53,6 +53,16 @@ def rank_cases(ctx, some, modes):
 )
 def test_cases(pool, shape, some, modes):
     internode.run(pool, shape, rank_cases, some, modes, seed=1, deadline=120)
+
+
+@pytest.mark.skipif(cases.RANKS < 4, reason="needs 4 ranks")
+@pytest.mark.skipif(test_device() != "cpu", reason="masks with a routing between GPU nodes are refused")
+@pytest.mark.parametrize(
+    ("shape", "some", "modes"), [("2x2", CASES[:2], MODES), ("4x1", CASES[2:], MODES[:2])], ids=["2x2", "4x1"]
+)
+def test_cases_with_shrink(pool, shape, some, modes):
+    """Rows go from rank to rank, and the sums of nodes are made where they are added: the same bits."""
+    internode.run(pool, shape, rank_cases, some, modes, True, seed=1, deadline=120)
 
 
 def read_dump(path: str, rank: int) -> tuple[list[int], dict[str, torch.Tensor]]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import os
 import signal
+import threading
+import time
 
 import pytest
 import torch
@@ -12,16 +14,22 @@ import torch
 import cases
 import elastic
 import elastic_reference
+import internode
 from cases import Case
+from conftest import full, test_device
 
 M, GONE = 24, 2
 CASE = Case((16, 9, 24), experts=12, topk=3, hidden=64, routing="holes", alignment=4)
-pytestmark = pytest.mark.skipif(cases.node_size() < 3, reason="masks with a routing: ranks of one node")
+# Two nodes of two ranks; the lost one's node has another one.
+NODES = CASE.but(tokens=(16, 0, 24, 9), experts=16, seed=1)
+pytestmark = pytest.mark.skipif(
+    cases.node_size() < 3 and test_device() != "cpu", reason="masks with a routing between GPU nodes are refused"
+)
 
 
 def without_gone(case):
     """What should come where the last rank takes no part."""
-    inputs, local = [], case.experts // 3
+    inputs, local = [], case.experts // len(case.tokens)
     for rank, tokens in enumerate(case.inputs()):
         kept = (tokens.topk_idx // local != GONE) & (rank != GONE)
         inputs.append(dataclasses.replace(tokens, topk_idx=torch.where(kept, tokens.topk_idx, -1)))
@@ -55,21 +63,21 @@ def serve(ctx, buffer, case):
     return [elastic.round_trip(ctx, buffer, case, exchange, expand=expand, sync=True) for expand in (False, True)]
 
 
-def rank_masked(ctx):
+def rank_masked(ctx, case, options):
     from deep_ep import DeepEPError
 
-    with elastic.buffer_of(ctx, M, CASE.hidden, enable_shrink=True) as buffer:
-        plain, expanded = serve(ctx, buffer, CASE)
+    with elastic.buffer_of(ctx, M, case.hidden, enable_shrink=True, **options) as buffer:
+        plain, expanded = serve(ctx, buffer, case)
         ctx.barrier()
         if ctx.rank == 0:
             buffer.update_mask(GONE)
         ctx.barrier()
         if ctx.rank == GONE:
-            with pytest.raises(DeepEPError, match="left out: rank [01] has masked this rank"):
-                elastic.dispatch(ctx, buffer, elastic.expect(CASE, M), CASE)
+            with pytest.raises(DeepEPError, match="left out: rank [013] has masked this rank"):
+                elastic.dispatch(ctx, buffer, elastic.expect(case, M), case)
         else:
-            survivors(ctx, buffer, CASE.but(seed=3))
-            assert masks(ctx, buffer) == [0, 0, 1]
+            survivors(ctx, buffer, case.but(seed=3))
+            assert masks(ctx, buffer) == [int(rank == GONE) for rank in range(ctx.size)]
             for call in (plain, expanded):  # handles of before: the lost rank's rows are zeros
                 rows = elastic.again(ctx, buffer, call).recv_x
                 metadata = call.handle.recv_src_metadata
@@ -81,7 +89,7 @@ def rank_masked(ctx):
         ctx.barrier()
         buffer.clean_mask()
         buffer.barrier()
-        serve(ctx, buffer, CASE.but(seed=4))
+        serve(ctx, buffer, case.but(seed=4))
 
 
 def balance():
@@ -91,25 +99,80 @@ def balance():
 
 
 def test_masked(pool):
-    pool.run(3, rank_masked)
+    pool.run(3, rank_masked, CASE, {})
 
 
-def rank_dies(ctx):
-    """The last rank dies; the others go on with their numbers, then in a group of their own."""
-    with elastic.buffer_of(ctx, M, CASE.hidden, "EPBuffer", enable_shrink=True) as buffer:
-        serve(ctx, buffer, CASE)
+@pytest.mark.skipif(cases.RANKS < 4 or test_device() != "cpu", reason="4 ranks of the CPU engine")
+@pytest.mark.parametrize("hybrid", [True, False], ids=["hybrid", "direct"])
+def test_masked_between_nodes(pool, hybrid):
+    internode.run(pool, "2x2", rank_masked, NODES, {"allow_hybrid_mode": hybrid})
+
+
+def rank_dies(ctx, case):
+    """A rank dies; the others go on with their numbers, then two of one node in a group of their own."""
+    rest = [rank for rank in range(ctx.size) if rank != GONE]
+    with elastic.buffer_of(ctx, M, case.hidden, "EPBuffer", enable_shrink=True) as buffer:
+        serve(ctx, buffer, case)
         ctx.barrier()
         if ctx.rank == GONE:
             os.kill(os.getpid(), signal.SIGKILL)
         for turn in range(2):
-            survivors(ctx, buffer, CASE.but(seed=5 + turn))
-        assert masks(ctx, buffer) == [0, 0, 1] and buffer.lost_ranks() == [GONE]
-        buffer.regroup([0, 1], renumber=False)
-        survivors(ctx, buffer, CASE.but(seed=7))
-        buffer.regroup([0, 1])
-        assert buffer.num_ranks == 2
+            survivors(ctx, buffer, case.but(seed=5 + turn))
+        assert masks(ctx, buffer) == [int(rank == GONE) for rank in range(ctx.size)] and buffer.lost_ranks() == [GONE]
+        buffer.regroup(rest, renumber=False)
+        survivors(ctx, buffer, case.but(seed=7))
+        if ctx.size == 3:
+            buffer.regroup(rest)
+            assert buffer.num_ranks == 2
+
+
+def judge(outcomes):
+    assert outcomes[GONE].died, outcomes[GONE].traceback
+    assert not any(o.error for o in outcomes if o is not outcomes[GONE]), [o.traceback for o in outcomes]
 
 
 def test_a_rank_dies(fresh_pool):
-    outcomes = fresh_pool(3).outcomes(3, rank_dies)
-    assert outcomes[GONE].died and not any(o.error for o in outcomes[:GONE]), [o.traceback for o in outcomes]
+    judge(fresh_pool(3).outcomes(3, rank_dies, CASE))
+
+
+@pytest.mark.skipif(cases.RANKS < 4 or test_device() != "cpu", reason="4 ranks of the CPU engine")
+def test_a_rank_dies_between_nodes(fresh_pool):
+    judge(internode.outcomes(fresh_pool(4), "2x2", rank_dies, NODES))
+
+
+def rank_dies_within(ctx, case, seconds, options):
+    """A rank dies anywhere in a call. What it sent is there or zeros; the others' rows are whole."""
+    exchange = elastic.expect(case, M)
+    with elastic.buffer_of(ctx, M, case.hidden, enable_shrink=True, **options) as buffer:
+        serve(ctx, buffer, case)
+        ctx.barrier()
+        if ctx.rank == GONE:
+            threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        own = case.inputs()[ctx.rank]
+        for _ in range(40):  # the ranks may not count them by what each of them has noticed
+            for expand in (False, True):
+                x, idx, _, handle, event = buffer.dispatch(
+                    elastic.x_of(ctx, own), ctx.to_device(own.topk_idx), ctx.to_device(own.topk_weights),
+                    num_experts=case.experts, num_max_tokens_per_rank=M, expert_alignment=case.alignment,
+                    do_cpu_sync=True, do_expand=expand,
+                )  # fmt: skip
+                buffer.combine(x=x, handle=handle)
+                metadata = handle.recv_src_metadata
+                for row in range(len(metadata)):
+                    source, token = divmod(int(metadata[row, 0]), M)
+                    wanted = exchange.inputs[source].x[token]
+                    for place in metadata[row, 2:].tolist() if expand else [row]:
+                        got = x[place] if place >= 0 else wanted
+                        assert torch.equal(got, wanted) or (source == GONE and not bool(got.any())), (source, token)
+        if ctx.rank == GONE:
+            time.sleep(60)
+        survivors(ctx, buffer, case.but(seed=8))
+        assert masks(ctx, buffer) == [int(rank == GONE) for rank in range(ctx.size)]
+
+
+@pytest.mark.skipif(cases.RANKS < 4 or test_device() != "cpu", reason="4 ranks of the CPU engine")
+@pytest.mark.parametrize("seconds", [0.0, 0.021, 0.043] if full() else [0.021])
+def test_a_rank_dies_within_a_call_between_nodes(fresh_pool, seconds):
+    for hybrid in (True, False):
+        options = {"allow_hybrid_mode": hybrid}
+        judge(internode.outcomes(fresh_pool(4), "2x2", rank_dies_within, NODES, seconds, options))

@@ -63,6 +63,7 @@ class Combine {
   void add_routed_token(int32_t token);
   const uint8_t *routed_row(int source) const;
   const float *routed_weights(int source) const;
+  const uint16_t *add_node(int node, const uint16_t **rows, int count) const;
   int gather_routed(const Term *terms, int num_terms, const uint16_t **rows) const;
   void count_bytes();
   void fail_outputs();
@@ -137,9 +138,9 @@ Refusal Combine::check() const {
   if (!wrong.code) wrong = check_heads(team_, at<const int32_t>(p_.send_head), p_.num_tokens, matrix_, expected_);
   if (!wrong.code && p_.routing)
     wrong = check_terms(team_, p_, matrix_[team_.num_ranks * team_.num_ranks - team_.num_ranks + team_.rank]);
-  if (!wrong.code && team_.spans_nodes() && p_.routing) wrong = check_metadata(team_, p_, matrix_);
-  if (!wrong.code && team_.spans_nodes() && !p_.routing && !team_.shrinks())
-    wrong = check_sources(team_, at<const int32_t>(p_.recv_src_idx), matrix_);
+  if (!wrong.code && team_.spans_nodes() && !team_.shrinks())
+    wrong = p_.routing ? check_metadata(team_, p_, matrix_)
+                       : check_sources(team_, at<const int32_t>(p_.recv_src_idx), matrix_);
   return wrong;
 }
 
@@ -291,7 +292,7 @@ bool Combine::row_arrived(int source, int32_t index) {
 int64_t Combine::records_of(int node) const {
   if (!rows_apart(p_)) return 1;
   int64_t rows = 0;
-  for (int i = 0; i < team_.num_nvl_peers; i++) rows += heads_.now()[node * team_.num_nvl_peers + i] >= 0;
+  for (int i = 0; i < team_.node_size; i++) rows += heads_.now()[node * team_.node_size + i] >= 0;
   return rows;
 }
 
@@ -352,7 +353,7 @@ bool Combine::give_credits() {
 // A rank of another node: the record that has its row, or its node's sum. Records of ranks are in their order.
 const uint8_t *Combine::record_of(int source) const {
   int node = team_.node(source), place = 0;
-  for (int r = node * team_.num_nvl_peers; rows_apart(p_) && r < source; r++) place += heads_.now()[r] >= 0;
+  for (int r = node * team_.node_size; rows_apart(p_) && r < source; r++) place += heads_.now()[r] >= 0;
   LinkIn in(team_, exchange_, sum_.record(), team_.partner(node));
   return in.row(static_cast<uint64_t>(team_.links[node].consumed + place) % in.slots());
 }
@@ -391,30 +392,40 @@ const float *Combine::routed_weights(int source) const {
                               : at<const float>(p_.topk_weights) + (first_row_[source] + head) * p_.num_topk;
 }
 
-// The rows to add, in the order of the terms. Where nodes add their ranks' rows, a node has the place of its last term,
-// and the rows of this one are added first, where this rank forwards to another node and no row is staged.
+// The sum of a token's rows of one node, in the order of the terms. It stands where no row is staged: in the ring of
+// rows for a rank of another node, which this rank forwards to.
+const uint16_t *Combine::add_node(int node, const uint16_t **rows, int count) const {
+  if (count == 1) return rows[0];
+  int my_node = team_.rank / team_.num_nvl_peers, other = node != my_node ? node : my_node ? 0 : 1;
+  int spare = team_.shrinks() ? other * team_.num_nvl_peers + (node == my_node) : team_.partner(other);
+  Ring ring = combine_ring(team_, p_, spare);
+  uint16_t *sum = reinterpret_cast<uint16_t *>(ring.row(0));
+  rows_.sum(sum, rows, count, static_cast<size_t>(p_.hidden), false);
+  return sum;
+}
+
+// The rows to add, in the order of the terms. Where nodes add their ranks' rows, a node has the place of its last term.
+// Rows of this node are added first, and those of another one that come one by one (Team::node).
 int Combine::gather_routed(const Term *terms, int num_terms, const uint16_t **rows) const {
   uint64_t hidden = static_cast<uint64_t>(p_.hidden);
-  auto row_of = [&](const Term &term) {
-    return reinterpret_cast<const uint16_t *>(routed_row(term.source)) + hidden * static_cast<uint64_t>(term.which);
+  auto node_of = [&](int i) { return terms[i].source / team_.num_nvl_peers; };
+  auto row_of = [&](int i) {
+    return reinterpret_cast<const uint16_t *>(routed_row(terms[i].source)) +
+           hidden * static_cast<uint64_t>(terms[i].which);
   };
   bool by_node = team_.spans_nodes() && !rows_apart(p_);
-  const uint16_t *here[kMaxTopk];
-  int count = 0, num_here = 0;
+  int count = 0;
   for (int i = 0; i < num_terms; i++) {
-    int node = team_.node(terms[i].source);
     bool last = true;
-    for (int later = i + 1; by_node && later < num_terms; later++) last &= team_.node(terms[later].source) != node;
-    if (by_node && node == team_.my_node()) here[num_here++] = row_of(terms[i]);
+    for (int later = i + 1; by_node && later < num_terms; later++) last &= node_of(later) != node_of(i);
     if (!last) continue;
-    if (num_here < 2 || !by_node || node != team_.my_node()) {
-      rows[count++] = row_of(terms[i]);
-      continue;
-    }
-    uint16_t *sum =
-        reinterpret_cast<uint16_t *>(combine_ring(team_, p_, team_.partner(team_.my_node() ? 0 : 1)).row(0));
-    rows_.sum(sum, here, num_here, hidden, false);
-    rows[count++] = sum;
+    const uint16_t *of_node[kMaxTopk];
+    int num = 0;
+    bool is_sum = by_node && !team_.is_local(terms[i].source) && !team_.shrinks();
+    for (int j = 0; by_node && !is_sum && j < i; j++)
+      if (node_of(j) == node_of(i)) of_node[num++] = row_of(j);
+    of_node[num++] = row_of(i);
+    rows[count++] = add_node(node_of(i), of_node, num);
   }
   return count;
 }
@@ -446,7 +457,8 @@ void Combine::add_routed_token(int32_t token) {
     at<float>(p_.combined_topk_weights)[int64_t{token} * p_.num_topk + k] = weights ? weights[k] : 0;
   }
   for (int node = 0; team_.spans_nodes() && node < team_.num_nodes(); node++)
-    if (node != team_.my_node() && node_has(node * team_.num_nvl_peers)) team_.links[node].consumed += records_of(node);
+    if (!team_.is_local(node * team_.node_size) && has(node * team_.node_size))
+      team_.links[node].consumed += records_of(node);
 }
 
 // The row of a source, which is there, with its weights.
@@ -554,7 +566,6 @@ DK_EXPORT int32_t dk_combine(dk_combine_params *p) {
   if (bad_head(*p)) return DK_EINVAL;
   if (p->x_segment >= 0) return DK_EUNSUPPORTED;
   const Team &team = *at<Team>(p->team);
-  if (p->routing && team.shrinks() && team.spans_nodes()) return DK_EUNSUPPORTED;
   if (bad_combine(team, *p) || combine_ring(team, *p, 0).slots() == 0) return DK_EINVAL;
   return enqueue<dk_combine_params, run_combine>(*p);
 }

@@ -123,7 +123,7 @@ void NodeSum::add_routed_token(int node, int32_t token, uint8_t *to) const {
   TokenNumber *extra = reinterpret_cast<TokenNumber *>(to + record_.extra_at());
   float *weights = reinterpret_cast<float *>(extra + 1);
   extra->token = token;
-  for (int index = 0; index < team_.num_nvl_peers; index++, weights += num_topk_) {
+  for (int index = 0; index < team_.node_size; index++, weights += num_topk_) {
     RowStream s = stream(node, index);
     if (!has(source, s, token) || count == kMaxTopk) continue;  // K choices have at most K ranks
     int32_t choice = last_choice(source, s);
@@ -143,7 +143,7 @@ void NodeSum::add_routed_token(int node, int32_t token, uint8_t *to) const {
 // The row of the first rank that has one for the token.
 void NodeSum::copy_row(int node, int32_t token, uint8_t *to) const {
   int source = team_.partner(node);
-  for (int index = 0; index < team_.num_nvl_peers; index++) {
+  for (int index = 0; index < team_.node_size; index++) {
     RowStream s = stream(node, index);
     if (!has(source, s, token)) continue;
     TokenNumber *extra = reinterpret_cast<TokenNumber *>(to + record_.extra_at());

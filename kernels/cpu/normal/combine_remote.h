@@ -22,12 +22,12 @@ inline Record combine_record(const Team &team, int32_t hidden, int32_t num_topk)
 // What crosses between nodes: with a routing a sum has the weights of each rank of the node, for the token's rank to
 // choose from.
 inline Record link_record(const Team &team, const dk_combine_params &p, int32_t num_topk) {
-  int32_t parts = p.routing && !rows_apart(p) ? team.num_nvl_peers : 1;
+  int32_t parts = p.routing && !rows_apart(p) ? team.node_size : 1;
   return combine_record(team, p.hidden * rows_together(p), num_topk * parts);
 }
 // Records of one token must be in the ring together; half of it may wait for a credit.
 inline uint64_t least_link_slots(const Team &team, const dk_combine_params &p) {
-  return rows_apart(p) ? 2 * static_cast<uint64_t>(team.num_nvl_peers) : 1;
+  return rows_apart(p) ? 2 * static_cast<uint64_t>(team.node_size) : 1;
 }
 void add_weights(float *to, const float *const *rows, int count, int32_t num_topk);
 

@@ -480,7 +480,7 @@ DK_EXPORT int32_t dk_dispatch(dk_dispatch_params *p) {
   DK_ENTER(p);
   if (bad_head(*p)) return DK_EINVAL;
   Team &team = *at<Team>(p->team);
-  if (p->recv_segment >= 0 || (p->routing && team.shrinks() && team.spans_nodes())) return DK_EUNSUPPORTED;
+  if (p->recv_segment >= 0) return DK_EUNSUPPORTED;
   if (bad_dispatch(team, *p) || dispatch_ring(team, *p).slots() == 0) return DK_EINVAL;
   if (team.spans_nodes() && link_room(team, dispatch_record(team, *p)) == 0) return DK_EINVAL;
   return enqueue<dk_dispatch_params, run_dispatch>(*p);

@@ -180,8 +180,6 @@ DK_EXPORT int32_t dk_notify(dk_notify_params *p) {
   if (p->num_tokens && !p->send_head) return DK_EINVAL;
   if (p->num_experts && bad_experts(*at<Team>(p->team), p->num_experts)) return DK_EINVAL;
   if (bad_routing(*at<Team>(p->team), *p)) return DK_EINVAL;
-  const Team &team = *at<Team>(p->team);
-  if (p->routing && team.shrinks() && team.spans_nodes()) return DK_EUNSUPPORTED;
   if (p->expert_alignment < 1 || p->num_worst_tokens < 0 || p->num_scales < 0) return DK_EINVAL;
   if (p->hidden_bytes == 0 || p->hidden_bytes % 16) return DK_EINVAL;
   return enqueue<dk_notify_params, run_notify>(*p);

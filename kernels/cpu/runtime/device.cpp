@@ -79,7 +79,8 @@ using namespace dk;
 DK_EXPORT int32_t dk_info(dk_info_params *p) {
   DK_ENTER(p);
   p->abi_version = DK_ABI_VERSION;
-  p->caps = DK_CAP_HOST_STREAM | DK_CAP_CHUNKS | DK_CAP_ROUTED_NODES | DK_CAP_ROUTED_SHRINK | DK_CAP_SHRINK_NODES;
+  p->caps = DK_CAP_HOST_STREAM | DK_CAP_CHUNKS | DK_CAP_ROUTED_NODES | DK_CAP_ROUTED_SHRINK | DK_CAP_SHRINK_NODES |
+            DK_CAP_ROUTED_SHRINK_NODES;
   p->num_devices = 1;
   snprintf(p->kind, sizeof p->kind, "cpu");
   snprintf(p->build, sizeof p->build, "%s", DK_BUILD_ID);
