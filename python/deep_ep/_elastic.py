@@ -297,6 +297,11 @@ class Shape:
         """Rows of recv_x that has room for any routing."""
         return self.expanded_bound() if self.expand else self.bound()
 
+    def most_rows(self) -> int:
+        """Rows that a dispatch with counts may bring, tokens that name an expert twice among them."""
+        most = self.bound() * max(1, self.num_topk) + (self.alignment - 1) * self.num_local
+        return -(-most // max(1, self.alignment)) * max(1, self.alignment) if self.expand else self.bound()
+
     def check_worst(self) -> None:
         """Raises where room for any routing is more than the library can number, before memory for it is asked for."""
         most = MAX_ROWS // max(self.ranks, self.num_topk)
@@ -428,6 +433,9 @@ class ElasticMode:
         allowed = "allowed False with the handle of a dispatch without do_expand"
         assertion(not expand or bool(handle.do_expand), f"argument do_expand: got True, {allowed}")
         rows = handle.num_recv_tokens if expand or not handle.do_expand else arrived
+        most = max(arrived, sending.shape.most_rows())
+        if rows > most:  # before memory is asked for
+            raise value_error("handle.num_recv_tokens", rows, f"at most {most}, from the handle's other numbers")
         native = self._native(handle, arrived if expand else rows, rows if expand else 0)
         native.routing = _abi.ROUTING_EXPANDED if expand else _abi.ROUTING_PLAIN
         return self._send(sending, handle, native, rows)

@@ -27,6 +27,7 @@ _FIELDS = (
     "psum_recv_tokens_per_rank", "psum_recv_tokens_per_expert", "num_recv_tokens_per_expert", "recv_src_metadata",
     "dst_slot", "rank_prefix_matrix", "send_head",
 )  # of deepep_handle, in their order  # fmt: skip
+MOST_ROWS = 1 << 22  # of a cached call's outputs; more may be a handle that was changed, which Python judges
 METADATA, SLOTS, MATRIX, HEAD = range(3, 7)
 X, SCALES, IDX, WEIGHTS, STATS = range(5)  # the tensors of a dispatch without a handle, in front in its sites
 _FRESH = (_ROWS, _ROWS, _ROWS, _ROWS, ())
@@ -212,7 +213,7 @@ class ElasticFace:
             rows = _torch.length(metadata)
         else:
             return None
-        if type(rows) is not int or not 0 <= rows < 2**31:
+        if type(rows) is not int or not 0 <= rows <= MOST_ROWS:
             return None
         held = _of_handle(handle)
         given, segment, offset = self._mode.rows_for(x, rows)

@@ -290,6 +290,9 @@ def rank_elastic_refusals(ctx):
             ),
             "argument handle.psum_num_recv_tokens_per_expert": lambda: changed(resent, num_experts=alone.EXPERTS - 1),
             "argument handle.num_sms: got True": lambda: changed(combined, num_sms=True),
+            "argument handle.num_recv_tokens: got 2147483647, allowed at most": lambda: changed(
+                resent, num_recv_tokens=2**31 - 1
+            ),
             "argument handle: got tuple": lambda: buffer.combine(rows, (handle,)),
             "argument topk_weights: got shape .*": lambda: buffer.dispatch(
                 calls.x, **{**fresh, "topk_weights": calls.weights[:-1]}
