@@ -18,15 +18,14 @@ const maxPosts = 64
 
 // post is what a rank posts under a tag.
 type post struct {
-	number uint64 // of the newest one
-	blob   []byte // nil: withdrawn
-	dead   uint64 // posts up to this number were part of a gathering that has failed
-	killed error  // of this rank's own: a member whose gathering had seen it has failed
-	view   view   // which posts the rank has gathered, as it says
-	beside beside // which of this rank's posts it has seen while its own stood
-	// Of this rank's own: whose posts it waits for, and whether all have gathered the same ones.
-	members []int
-	met     bool
+	number  uint64 // of the newest one
+	blob    []byte // nil: withdrawn
+	dead    uint64 // posts up to this number were part of a gathering that has failed
+	after   uint64 // of another rank's: which of this rank's posts it knew to be dead when it posted
+	killed  error  // of this rank's own: a member whose gathering had seen it has failed
+	view    view   // which posts the rank has gathered, as it says
+	beside  beside // which of this rank's posts it has seen while its own stood
+	members []int  // of this rank's own: whose posts it waits for
 }
 
 // beside are two posts that stood at the same time, by their numbers.
@@ -36,7 +35,8 @@ type beside struct{ theirs, mine uint64 }
 // one of the others already left it out of its members.
 type view map[int]uint64
 
-// The first byte of a frame of kind kindPost: a number and the post follow, or a withdrawal, or a view.
+// The first byte of a frame of kind kindPost. What follows: a post's number, that of the newest of the receiver's posts that
+// the sender knows to be dead, and the post; or a withdrawal, or a view.
 const (
 	postStands = 1
 	postEnds   = 2
@@ -44,23 +44,33 @@ const (
 	postSeen   = 4 // by the receiver: the number of the sender's post, which stands, and that of the receiver's follow
 )
 
-// withdrawal ends the sender's post, and kills those that it has seen.
+// withdrawal ends the sender's post, and kills those that stood beside it.
 type withdrawal struct {
-	Seen   map[int]uint64 // by rank: the number of the newest post, or of the one that was gathered
+	Seen   map[int]uint64 // by rank: the number of that post
 	Reason []byte
 }
 
 // sendPost sends a frame of kind kindPost to every rank that is connected. Needs c.mu.
-func (c *Channel) sendPost(tag string, blob []byte) error {
+func (c *Channel) sendPost(tag string, blob func(rank int) []byte) error {
 	if c.closed {
 		return closedError(tag)
 	}
-	for _, l := range c.links {
+	for rank, l := range c.links {
 		if l != nil {
-			l.queue(&outgoing{frame: frame{kind: kindPost, rank: c.rank, nonce: c.nonce, tag: tag, blob: blob}})
+			l.queue(&outgoing{frame: frame{kind: kindPost, rank: c.rank, nonce: c.nonce, tag: tag, blob: blob(rank)}})
 		}
 	}
 	return nil
+}
+
+// sendPostJSON sends the same to every rank. Needs c.mu.
+func (c *Channel) sendPostJSON(tag string, first byte, what any) error {
+	text, err := json.Marshal(what)
+	if err != nil {
+		return err
+	}
+	text = append([]byte{first}, text...)
+	return c.sendPost(tag, func(int) []byte { return text })
 }
 
 // postOf finds or makes a rank's entry. Needs c.mu.
@@ -84,8 +94,9 @@ func (c *Channel) posted(f *frame) error {
 		return err
 	}
 	switch {
-	case len(f.blob) >= 9 && f.blob[0] == postStands:
-		p.number, p.blob = binary.LittleEndian.Uint64(f.blob[1:]), f.blob[9:]
+	case len(f.blob) >= 17 && f.blob[0] == postStands:
+		p.number, p.after = binary.LittleEndian.Uint64(f.blob[1:]), binary.LittleEndian.Uint64(f.blob[9:])
+		p.blob = f.blob[17:]
 		c.goesOn(f.rank)
 		c.acknowledge(f.rank, f.tag)
 	case len(f.blob) >= 1 && f.blob[0] == postEnds:
@@ -97,6 +108,16 @@ func (c *Channel) posted(f *frame) error {
 		if own := c.posts[boxKey{c.rank, f.tag}]; own != nil && own.number > own.dead && w.Seen[c.rank] == own.number && own.killed == nil {
 			cause := decodeRefusal(w.Reason)
 			own.killed = status.Errorf(status.CodeOf(cause), "%s has given up: %w", c.peers[f.rank], cause)
+		}
+		for rank := range c.peers {
+			if rank == c.rank || w.Seen[rank] == 0 {
+				continue
+			}
+			third, err := c.postOf(rank, f.tag)
+			if err != nil {
+				return err
+			}
+			third.dead = max(third.dead, w.Seen[rank])
 		}
 	case len(f.blob) == 17 && f.blob[0] == postSeen:
 		p.beside = beside{binary.LittleEndian.Uint64(f.blob[1:]), binary.LittleEndian.Uint64(f.blob[9:])}
@@ -112,8 +133,8 @@ func (c *Channel) posted(f *frame) error {
 	return nil
 }
 
-// Withdraw ends this rank's post under a tag, and makes the gatherings fail that had a post which this rank has seen. Once
-// it has gathered, that are the posts of that gathering: a member may have given up before and stand for the next one.
+// Withdraw ends this rank's post under a tag, and makes the gatherings fail that had a post which stood beside it. One
+// whose rank knew that this post was dead stands for the next gathering: a member may have given up before this rank.
 func (c *Channel) Withdraw(tag string, why error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -121,22 +142,16 @@ func (c *Channel) Withdraw(tag string, why error) {
 	own := c.posts[boxKey{c.rank, tag}]
 	for rank := range c.peers {
 		p := c.posts[boxKey{rank, tag}]
-		if p == nil {
+		if p == nil || own != nil && own.outlived(p) {
 			continue
 		}
-		number := p.number
-		if own != nil && own.met {
-			if gathered, in := own.view[rank]; in {
-				number = gathered
-			}
-		}
-		w.Seen[rank], p.dead = number, max(p.dead, number)
+		w.Seen[rank], p.dead = p.number, max(p.dead, p.number)
 	}
-	text, err := json.Marshal(w)
-	if err == nil {
-		_ = c.sendPost(tag, append([]byte{postEnds}, text...)) // of a closed channel nobody waits for a post
-	}
+	_ = c.sendPostJSON(tag, postEnds, w) // of a closed channel nobody waits for a post
 }
+
+// outlived reports whether another rank knew this rank's own post to be dead when it made its post.
+func (own *post) outlived(theirs *post) bool { return own.number <= theirs.after }
 
 // Gather posts a blob, and waits until each of the members has posted one or its process has ended, which its message
 // says. Unlike an Exchange it needs no common count of calls: a rank that gives up (Withdraw) ends its post and those
@@ -176,9 +191,6 @@ func (c *Channel) gather(ctx context.Context, tag string, blob []byte, members [
 			err = c.lateError(ctx, tag, missing, time.Since(wait.began))
 			wait.giveUp(ctx, missing)
 		}
-		if err == nil && len(missing) == 0 {
-			c.posts[boxKey{c.rank, tag}].met = true
-		}
 		c.mu.Unlock()
 		if err != nil || len(missing) == 0 {
 			return got, err
@@ -211,7 +223,7 @@ func (c *Channel) acknowledge(rank int, tag string) {
 	if own == nil || own.blob == nil || own.killed != nil || own.number <= own.dead || c.failedMember(own.members) != nil {
 		return
 	}
-	if l == nil || theirs == nil || theirs.blob == nil || theirs.number <= theirs.dead {
+	if l == nil || theirs == nil || theirs.blob == nil || theirs.number <= theirs.dead || own.outlived(theirs) {
 		return
 	}
 	blob := binary.LittleEndian.AppendUint64(binary.LittleEndian.AppendUint64([]byte{postSeen}, own.number), theirs.number)
@@ -230,11 +242,7 @@ func (c *Channel) compareViews(tag string, members []int, got []Message) (differ
 	own := c.posts[boxKey{c.rank, tag}]
 	if !maps.Equal(own.view, mine) {
 		own.view = mine
-		text, err := json.Marshal(mine)
-		if err == nil {
-			err = c.sendPost(tag, append([]byte{postView}, text...))
-		}
-		if err != nil {
+		if err := c.sendPostJSON(tag, postView, mine); err != nil {
 			return nil, err
 		}
 	}
@@ -255,8 +263,15 @@ func (c *Channel) stand(tag string, blob []byte, members []int) error {
 		return err
 	}
 	own.number++
-	own.blob, own.killed, own.view, own.members, own.met = append([]byte{}, blob...), nil, nil, members, false
-	if err := c.sendPost(tag, append(binary.LittleEndian.AppendUint64([]byte{postStands}, own.number), blob...)); err != nil {
+	own.blob, own.killed, own.view, own.members = append([]byte{}, blob...), nil, nil, members
+	if err := c.sendPost(tag, func(rank int) []byte {
+		var dead uint64
+		if p := c.posts[boxKey{rank, tag}]; p != nil {
+			dead = p.dead
+		}
+		head := binary.LittleEndian.AppendUint64([]byte{postStands}, own.number)
+		return append(binary.LittleEndian.AppendUint64(head, dead), blob...)
+	}); err != nil {
 		return err
 	}
 	for rank := range c.peers {

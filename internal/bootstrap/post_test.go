@@ -1,7 +1,6 @@
 package bootstrap
 
 import (
-	"encoding/json"
 	"errors"
 	"fmt"
 	"testing"
@@ -43,9 +42,9 @@ func TestGatherBesideAPostOfBefore(t *testing.T) {
 	noErrors(t, each(2, func(r int) error {
 		if r == 1 {
 			<-met
-			word, _ := json.Marshal(withdrawal{Seen: map[int]uint64{1: 1}, Reason: encodeRefusal(errors.New("no more"))})
+			word := withdrawal{Seen: map[int]uint64{1: 1}, Reason: encodeRefusal(errors.New("no more"))}
 			other.mu.Lock()
-			err := other.sendPost("meet", append([]byte{postEnds}, word...))
+			err := other.sendPostJSON("meet", postEnds, word)
 			other.mu.Unlock()
 			if err != nil {
 				return err
@@ -54,6 +53,18 @@ func TestGatherBesideAPostOfBefore(t *testing.T) {
 		_, err := channels[r].Gather(proctest.Context(t), "meet", []byte("now"), both, agree)
 		return err
 	}))
+}
+
+// await waits until a rank's newest post, as this one knows it, has the number.
+func (c *Channel) await(rank int, number uint64) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	for p := c.posts[boxKey{rank, "meet"}]; p == nil || p.number != number; p = c.posts[boxKey{rank, "meet"}] {
+		changed := c.changed
+		c.mu.Unlock()
+		<-changed
+		c.mu.Lock()
+	}
 }
 
 // Both have gathered and then give up, for a reason of their own; rank 1 is the later one and already has rank 0's post
@@ -69,18 +80,55 @@ func TestGatherBeforeTheOtherHasGivenUp(t *testing.T) {
 	channels[0].Withdraw("meet", errors.New("not so"))
 	noErrors(t, each(2, func(r int) error {
 		if r == 1 {
-			channels[1].mu.Lock()
-			for channels[1].posts[boxKey{0, "meet"}].number != 2 {
-				changed := channels[1].changed
-				channels[1].mu.Unlock()
-				<-changed
-				channels[1].mu.Lock()
-			}
-			channels[1].mu.Unlock()
+			channels[1].await(0, 2)
 			channels[1].Withdraw("meet", errors.New("not so"))
 		}
 		return gather(r, "now")
 	}))
+}
+
+// Rank 0 gives up while all stand, and posts again, as rank 2 does once it has failed. Rank 1 has their next posts before it
+// notices: they stand.
+func TestGatherBeforeTheOtherNoticesAnEnd(t *testing.T) {
+	for _, ranks := range []int{2, 3} {
+		channels := open(t, ranks, nil)
+		all := []int{0, 1, 2}[:ranks]
+		for _, c := range channels {
+			if err := c.stand("meet", []byte("before"), all); err != nil {
+				t.Fatal(err)
+			}
+		}
+		for _, c := range channels {
+			for rank := range ranks {
+				c.await(rank, 1)
+			}
+		}
+		channels[0].Withdraw("meet", errors.New("not so"))
+		noErrors(t, each(ranks, func(r int) error {
+			c := channels[r]
+			if r == 1 {
+				for rank := range ranks {
+					if rank != 1 {
+						c.await(rank, 2)
+					}
+				}
+			}
+			for failed := r == 0; !failed; {
+				c.mu.Lock()
+				_, _, err := c.gathered("meet", all)
+				changed := c.changed
+				c.mu.Unlock()
+				if failed = err != nil; failed {
+					wantError(t, err, status.Internal, "not so")
+					c.Withdraw("meet", err)
+				} else {
+					<-changed
+				}
+			}
+			_, err := c.Gather(proctest.Context(t), "meet", []byte("now"), all, anything)
+			return err
+		}))
+	}
 }
 
 // Posts that stand beside each other and disagree fail the gathering on both ranks: one finds it, and tells the other.
