@@ -167,21 +167,29 @@ type outside struct {
 	settings []string // of the go command
 }
 
-// moduleCache is where the go command keeps what it has downloaded.
-var moduleCache = sync.OnceValues(func() (string, error) {
-	out, err := exec.Command("go", "env", "GOMODCACHE").Output()
-	return strings.TrimSpace(string(out)), err
+// modules is where the go command keeps what it has downloaded, and whom it asks for the rest: go mod tidy looks for
+// what the tests of dependencies import, too, which nothing else downloads.
+var modules = sync.OnceValues(func() (m struct{ cache, proxies string }, err error) {
+	out, err := exec.Command("go", "env", "GOMODCACHE", "GOPROXY").Output()
+	lines := strings.Split(string(out), "\n")
+	if err == nil && len(lines) < 2 {
+		err = fmt.Errorf("go env: %q", out)
+	}
+	if err == nil {
+		m.cache, m.proxies = filepath.Join(lines[0], "cache", "download"), lines[1]
+	}
+	return m, err
 })
 
 // newOutside makes the module from the example's files.
 func newOutside(t *testing.T, root string) *outside {
 	t.Helper()
-	cache, err := moduleCache()
+	known, err := modules()
 	if err != nil {
 		t.Fatal(err)
 	}
 	o := &outside{folder: t.TempDir(), settings: []string{
-		"GOPROXY=file://" + serveModule(t, root) + ",file://" + filepath.Join(cache, "cache", "download"),
+		"GOPROXY=file://" + serveModule(t, root) + ",file://" + known.cache + "," + known.proxies,
 		// A cache of its own: the version that the tree would have must not stay in the user's.
 		"GOMODCACHE=" + t.TempDir(), "GOFLAGS=-modcacherw", "GOSUMDB=off", "GONOPROXY=none", "GOPRIVATE=", "GOWORK=off", "GOTOOLCHAIN=local",
 	}}

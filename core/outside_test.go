@@ -67,11 +67,11 @@ func TestProgramOfACheckout(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	cache, err := moduleCache()
+	here, err := modules()
 	if err != nil {
 		t.Fatal(err)
 	}
-	known := http.FileServer(http.Dir(filepath.Join(cache, "cache", "download")))
+	known := http.FileServer(http.Dir(here.cache))
 	proxy := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		if strings.HasPrefix(r.URL.Path, "/"+modulePath) {
 			http.Error(w, "not public", http.StatusForbidden)
@@ -81,7 +81,7 @@ func TestProgramOfACheckout(t *testing.T) {
 	}))
 	defer proxy.Close()
 	o := newOutside(t, root)
-	o.settings = append(o.settings, "GOPROXY="+proxy.URL, "GONOPROXY=")
+	o.settings = append(o.settings, "GOPROXY="+proxy.URL+","+here.proxies, "GONOPROXY=")
 	o.must(t, "go mod init example.org/outside\n"+readmeScript(t, root, root))
 	if out, err := o.run(o.folder, []string{"DEEPEP_KERNELS=" + filepath.Dir(cpuLibrary(t).Path)},
 		filepath.Join(o.folder, "bin", "program"), "-goroutines", "-ranks", "2"); err != nil {
