@@ -115,9 +115,9 @@ def normal_tables(found: list[dict[str, Any]], rounds: int) -> list[Table]:
         "ours ÷ copy",
     ]
     formula = (
-        f"A round's time is the slowest rank's, after a barrier; median and p99 of {rounds} rounds, in which the "
-        "rivals take turns. Top-8 of 256 experts, uniform. Rows: bytes of token rows received by the rank that "
-        "receives most, GB/s = rows ÷ median. "
+        f"A round's time is the slowest rank's, after a barrier in shared memory; median and p99 of {rounds} rounds, "
+        "in which the rivals take turns. Top-8 of 256 experts, uniform. Rows: bytes of token rows received by the rank "
+        "that receives most, GB/s = rows ÷ median. "
     )
     dispatch = Table(
         "Normal mode, dispatch",
@@ -149,8 +149,8 @@ def low_latency_table(found: list[dict[str, Any]], rounds: int) -> Table:
     """A decoding step."""
     table = Table(
         f"Low-latency mode, {found[0]['case']} (ranks x tokens x hidden)",
-        f"Time of the slowest rank after a barrier, median and p99 of {rounds} rounds. Top-8 of 256 experts, uniform; "
-        "round trip = dispatch with FP8, then combine of BF16 rows.",
+        f"Time of the slowest rank after a barrier in shared memory, median and p99 of {rounds} rounds. Top-8 of 256 "
+        "experts, uniform; round trip = dispatch with FP8, then combine of BF16 rows.",
         ["call", "median", "p99"],
     )
     for name, times in found[0]["times"].items():
