@@ -110,6 +110,7 @@ static void teams(struct rank *me) {
     for (uint64_t i = 0; i <= round; i++) ll_round(l, 60 + i); /* numbers of calls odd and even */
     uint64_t counted = calls_counted(t), finished = t->status->progress;
     if (me->index == 0) pause_ms(2);
+    if (settings.one_mapping) meet(me); /* a peer's calls would read what is gone here */
     release_team(t);
     uint64_t start = now_ns();
     run_layout(n);
