@@ -218,9 +218,8 @@ typedef struct deepep_buffer_info {
   /* This rank's RDMA sub-team, the rank of its place on each node: start, start + stride ... , size of them. Rows of
    * normal mode cross between these ranks alone. On one node it is this rank. */
   int32_t rdma_team_start, rdma_team_stride, rdma_team_size, reserved0;
-  int32_t ll_copies; /* 1: copy engines move rows of low-latency halves (DEEPEP_LL_TRANSFER); 0: SMs do */
-  int32_t
-      normal_copies; /* 1: copy engines move rows of normal-mode dispatches that allow it (DEEPEP_NORMAL_TRANSFER) */
+  int32_t ll_copies;     /* 1: copy engines move rows of low-latency halves (DEEPEP_LL_TRANSFER); 0: SMs do */
+  int32_t normal_copies; /* 1: copy engines move rows of normal mode where a call allows it (DEEPEP_NORMAL_TRANSFER) */
 } deepep_buffer_info;
 /* clang-format off */
 #define DEEPEP_BUFFER_INFO_INIT                                                                                     \

@@ -131,12 +131,12 @@ class _Beside:
 
 
 def _copying_buffer(team: Team, case: Case) -> deep_ep.Buffer:
-    """A buffer whose dispatches go by copy engines: the rows of a rank for each peer fit into an outbox."""
+    """A buffer whose rows cross by copy engines: a rank's rows of two combines for each peer fit into the region."""
     os.environ["DEEPEP_NORMAL_TRANSFER"] = "copy"
     try:
         buffer = deep_ep.Buffer(
             team.group,
-            num_nvl_bytes=2 * case.ranks * (case.tokens * case.hidden * 2 + (1 << 20)),
+            num_nvl_bytes=4 * case.ranks * (case.tokens * case.hidden * 2 + (1 << 20)),
             explicitly_destroy=True,
             preinitialize=True,
             engine=team.engine,
@@ -162,8 +162,6 @@ def _normal_case(team: Team, case: Case, rounds: int, by: str) -> list[dict[str,
             "dispatch": partial(buffer.dispatch, calls.data.x, handle=handle, config=config),
             "combine": partial(buffer.combine, rows, handle, config=config),
         }
-        if by == "copy":
-            del transfers["combine"]  # by SMs, as in the other buffer
         for name, transfer in transfers.items():
             own = beside.transfer_alone(transfer, 4)
             count = max(2, int(2 * alone / own) + 1)  # they outlast the GEMM, slower as both are

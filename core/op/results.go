@@ -52,7 +52,7 @@ type Info struct {
 
 	LowLatency, Shrink bool
 	LLCopies           bool // copy engines move rows of low-latency halves (DEEPEP_LL_TRANSFER)
-	NormalCopies       bool // copy engines move rows of normal-mode dispatches (DEEPEP_NORMAL_TRANSFER)
+	NormalCopies       bool // copy engines move rows of normal mode where a call allows it (DEEPEP_NORMAL_TRANSFER)
 	Ready              bool // the start is complete
 }
 

@@ -191,8 +191,9 @@ const (
 	TeamLLTransport = 4 // low-latency calls reach every other rank through the transport, mapped or not
 	TeamLLCopy      = 8 // rows of dispatch's send halves cross by copy engines; all ranks have it or none
 
-	// rows of dispatches with DK_DISPATCH_COPIES cross by copy engines, for which the second half of the nvl region
-	// holds them at their sender; all ranks have it or none
+	// rows of dispatches with DK_DISPATCH_COPIES and of combines with DK_COMBINE_COPIES cross by copy engines, for
+	// which the second half of the nvl region holds those at their sender and these at their receiver; all ranks have
+	// it or none
 	TeamNormalCopy = 16
 )
 
@@ -219,6 +220,10 @@ const (
 
 	// with a routing, among nodes: every rank's row crosses, and no node adds its ranks' rows
 	CombineApart = 2
+
+	// With DK_TEAM_NORMAL_COPY: the exchange is of this team, so this rank may send its rows by copy engines; it does
+	// where the host knows how many go to each rank.
+	CombineCopies = 4
 )
 
 // What dk_balance does. The first two make the handle of a cached expanded dispatch of rows of row_bytes.

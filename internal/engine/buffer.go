@@ -27,7 +27,7 @@ type Options struct {
 	LowLatency    bool
 	Shrink        bool // low-latency calls go on without ranks that died
 	LLTransfer    plan.Transfer
-	NormalCopies  bool // copy engines move rows of normal-mode dispatches, where they can
+	NormalCopies  bool // copy engines move rows of normal mode, where they can
 	RDMA          RDMAOptions
 	Preinitialize bool     // bring in memory during the start
 	PreinitBytes  uint64   // how much, where the memory is the host's

@@ -72,7 +72,7 @@ func (b *Buffer) fillDispatch(p *abi.DispatchParams, a *op.DispatchArgs, config 
 	if a.Token != 0 {
 		p.Exchange = b.exchangeOf(a.Token)
 	}
-	if b.copiesNormal() && p.Exchange>>exchangeBits == b.exchangeOf(0)>>exchangeBits {
+	if b.mayCopy(p.Exchange) {
 		p.Flags |= abi.DispatchCopies
 	}
 	p.HiddenBytes = plan.DispatchRows(a).HiddenBytes()

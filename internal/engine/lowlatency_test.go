@@ -282,6 +282,17 @@ func TestWhoMovesNormalRows(t *testing.T) {
 		if got := b.Info().NormalCopies; got != c.want {
 			t.Errorf("%+v: got %v", c, got)
 		}
+		r := watch(t, b, lib)
+		r.read()
+		for exchange, ours := range map[uint64]bool{7: true, 1<<62 | 7: false} { // of this buffer, whose options name no maker; of another one
+			handle := &op.Handle{NumRanks: 1, NumTokens: 1, NumRecvTokens: 1, RankPrefixMatrix: somewhere, SendHead: somewhere, RecvSrcIdx: somewhere, Exchange: exchange}
+			if c.bytes > 0 {
+				r.must(r.Combine(&op.CombineArgs{Hidden: 8, X: somewhere, CombinedX: somewhere, Handle: handle}, &engine.Call{}))
+				if got := strings.Contains(r.read(), " copies"); got != (c.want && ours) {
+					t.Errorf("%+v, exchange %x: copies %v", c, exchange, got)
+				}
+			}
+		}
 		if err := b.Destroy(); err != nil {
 			t.Error(err)
 		}

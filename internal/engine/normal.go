@@ -59,6 +59,9 @@ func (b *Buffer) Combine(a *op.CombineArgs, c *Call) error {
 		p.NVLSendChunk, p.NVLRecvChunk = config.NVLSendChunk, config.NVLRecvChunk
 		p.RDMASendChunk, p.RDMARecvChunk = config.RDMASendChunk, config.RDMARecvChunk
 		fillRoutedCombine(p, a)
+		if h.Routing == op.RoutingNone && b.mayCopy(p.Exchange) {
+			p.Flags |= abi.CombineCopies
+		}
 		return b.opt.Library.Combine(p)
 	})
 }

@@ -227,9 +227,14 @@ func (b *Buffer) copiesRows() bool {
 	return b.opt.LowLatency && b.opt.LLTransfer.ByCopies() && lib != nil && lib.Has(abi.CapLLCopy) && !b.usesTransport()
 }
 
-// copiesNormal reports whether copy engines move rows of normal-mode dispatches.
+// copiesNormal reports whether copy engines move rows of normal mode.
 func (b *Buffer) copiesNormal() bool {
 	return b.opt.NormalCopies && b.opt.NVLBytes > 0 && b.whyNoNormalCopies() == ""
+}
+
+// mayCopy reports whether copy engines may move the rows of a call whose handle is from an exchange: one of this buffer.
+func (b *Buffer) mayCopy(exchange uint64) bool {
+	return b.copiesNormal() && exchange>>exchangeBits == b.exchangeOf(0)>>exchangeBits
 }
 
 // A smaller region may be what a size hint gave: half of it would stage no rows that the whole stages.

@@ -61,7 +61,7 @@ type Settings struct {
 	RowSegment   int64         // DEEPEP_ZERO_COPY_BYTES: memory for received rows of normal mode; -1: the plan's
 	PreinitBytes uint64        // DEEPEP_PREINIT_BYTES: 256 MiB; host memory that preinitialize brings in, of a rank
 	LLTransfer   plan.Transfer // DEEPEP_LL_TRANSFER: auto; what moves the rows of low-latency halves inside a node
-	NormalCopies bool          // DEEPEP_NORMAL_TRANSFER=copy: copy engines move rows of normal-mode dispatches inside a node
+	NormalCopies bool          // DEEPEP_NORMAL_TRANSFER=copy: copy engines move rows of normal mode inside a node
 }
 
 // RDMA holds the settings of nodes joined by RDMA. If the first variable is not set, Load reads the next, which is a

@@ -627,8 +627,9 @@ enum {
   DK_TEAM_LOW_LATENCY = 2,
   DK_TEAM_LL_TRANSPORT = 4, /* low-latency calls reach every other rank through the transport, mapped or not */
   DK_TEAM_LL_COPY = 8,      /* rows of dispatch's send halves cross by copy engines; all ranks have it or none */
-  DK_TEAM_NORMAL_COPY = 16  /* rows of dispatches with DK_DISPATCH_COPIES cross by copy engines, for which the second
-                               half of the nvl region holds them at their sender; all ranks have it or none */
+  DK_TEAM_NORMAL_COPY = 16 /* rows of dispatches with DK_DISPATCH_COPIES and of combines with DK_COMBINE_COPIES cross by
+                              copy engines, for which the second half of the nvl region holds those at their sender and
+                              these at their receiver; all ranks have it or none */
 };
 typedef struct dk_team_create_params {
   DK_HEADER;
@@ -802,7 +803,10 @@ int32_t dk_dispatch(dk_dispatch_params *p);
 /* Flags of a combine. */
 enum {
   DK_COMBINE_UNREDUCED = 1, /* expanded: every row crosses the link */
-  DK_COMBINE_APART = 2 /* with a routing, among nodes: every rank's row crosses, and no node adds its ranks' rows */
+  DK_COMBINE_APART = 2, /* with a routing, among nodes: every rank's row crosses, and no node adds its ranks' rows */
+  /* With DK_TEAM_NORMAL_COPY: the exchange is of this team, so this rank may send its rows by copy engines; it does
+   * where the host knows how many go to each rank. */
+  DK_COMBINE_COPIES = 4
 };
 typedef struct dk_combine_params {
   DK_OP_HEADER;

@@ -1,5 +1,6 @@
-/* case_copy.c - rows of dispatch by copy engines: cases of dispatch once more in such teams, and which calls take that
- * way. A call that takes it leaves its rows in the second half of the sender's nvl region. */
+/* case_copy.c - rows of normal mode by copy engines: cases of dispatch and combine once more in such teams, and which
+ * calls take that way. A dispatch that takes it leaves its rows in the second half of the sender's nvl region, a
+ * combine in that of the receiver's. */
 #include <string.h>
 
 #include "normal.h"
@@ -151,6 +152,149 @@ static void changed_matrix(struct rank *me) {
   check_dispatch(n, DK_DISPATCH_CACHED);
 }
 
+/* Where rows of a combine from a rank arrive. */
+static uint64_t inbox(const struct team *t, int from, int which) {
+  uint64_t half = t->nvl_bytes / 2 / 128 * 128, each = half / (uint64_t)t->me->count / 128 * 128;
+  return outbox(t, from) + (uint64_t)which * (each / 2 / 128 * 128);
+}
+
+/* In which inbox the rows for this rank arrived; -1: in none. */
+static int pushed(struct normal *n, uint64_t row_bytes) {
+  struct rank *me = n->team->me;
+  struct tensor row = tensor(me, "inbox", row_bytes);
+  int found[2] = {0, 0}, others = 0;
+  for (int r = 0; r < me->count; r++) {
+    bool sends = false;
+    for (int token = 0; token < n->tokens; token++) sends |= ((const uint8_t *)n->in_rank.host)[token * me->count + r];
+    if (r == me->index || !sends) continue;
+    others++;
+    for (int which = 0; which < 2; which++) {
+      copy(me, row.at, inbox(n->team, r, which), row.bytes);
+      fetch_tensor(me, row);
+      finish(me);
+      const uint8_t *bytes = row.host;
+      bool touched = false;
+      for (uint64_t i = 0; i < row.bytes; i++) touched |= bytes[i] != 0x5a;
+      found[which] += touched;
+    }
+  }
+  expect(me, others > 0, "nobody sends rows to this rank: the case says less than it should");
+  expect(me, (found[0] % others) + (found[1] % others) == 0, "%d and %d of %d ranks pushed", found[0], found[1],
+         others);
+  expect(me, !found[0] || !found[1], "rows are in both inboxes");
+  return found[0] ? 0 : found[1] ? 1 : -1;
+}
+
+static struct team *copying_team(struct rank *me, uint64_t nvl_bytes) {
+  struct team_spec place = {.nvl_bytes = nvl_bytes, .flags = DK_TEAM_NORMAL_COPY, .trace = -1};
+  return make_team(me, &place);
+}
+
+struct back {
+  struct normal_spec dispatch;
+  struct combine_spec combine;
+  uint64_t nvl_bytes;
+  bool pushes;
+};
+
+/* Combines take the two inboxes in turn. */
+static void ways_back(struct rank *me) {
+  const struct back *back = me->test->arg;
+  struct normal_spec spec = back->dispatch;
+  spec.experts *= me->count;
+  struct team *t = copying_team(me, back->nvl_bytes);
+  for (int round = 0; round < 4; round++) {
+    struct mark mark = set_mark(me);
+    struct normal *n = make_normal(t, &spec, settings.seed + (uint64_t)round);
+    dispatch_and_check(n);
+    struct combine *c = make_combine(n, &back->combine, (uint64_t)round);
+    meet(me);
+    wipe(t);
+    run_combine(c);
+    check_combine(c);
+    meet(me);
+    int where = pushed(n, 2 * (uint64_t)back->combine.hidden), wanted = back->pushes ? round % 2 : -1;
+    expect(me, where == wanted, "round %d: the rows are in inbox %d, not %d", round, where, wanted);
+    back_to(me, mark);
+  }
+}
+
+/* Rank 0 does not say that the exchange is the team's: its rows go by SMs, those of the others by copies. */
+static void each_sender_for_itself(struct rank *me) {
+  struct normal_spec spec = usual.spec;
+  spec.experts *= me->count;
+  struct team *t = copying_team(me, 1 << 20);
+  struct normal *n = make_normal(t, &spec, settings.seed);
+  dispatch_and_check(n);
+  for (uint64_t round = 0; round < 4; round++) {
+    struct combine *c = make_combine(n, &(const struct combine_spec){.hidden = 256, .weights = true}, round);
+    dk_combine_params p = combine_params(c);
+    if (me->index == 0) p.flags &= ~(uint32_t)DK_COMBINE_COPIES;
+    CALL(me, combine, &p);
+    check_combine(c);
+  }
+}
+
+/* As changed_matrix. */
+static void changed_before_combine(struct rank *me) {
+  struct normal_spec spec = usual.spec;
+  spec.experts *= me->count;
+  struct team *t = copying_team(me, 1 << 20);
+  struct normal *n = make_normal(t, &spec, settings.seed);
+  dispatch_and_check(n);
+  struct combine *c = make_combine(n, &(const struct combine_spec){.hidden = 256}, 3);
+  int32_t *matrix = n->matrix.host;
+  fetch_tensor(me, n->matrix);
+  finish(me);
+  int last = me->count * me->count - 1;
+  matrix[last]--;
+  send_tensor(me, n->matrix);
+  run_combine(c);
+  finish(me);
+  expect_refusal(t, DK_EINVAL, DK_OP_COMBINE, -2, DK_FIELD_PREFIX_MATRIX);
+  matrix[last]++;
+  send_tensor(me, n->matrix);
+  run_combine(c);
+  check_combine(c);
+}
+
+/* Rank 0's combine fails while rank 1 is late: what copies bring after that would be in rows that rank 1 reads, so rank
+ * 1's combine fails, too, although all it needs is there. */
+static void failed_sender(struct rank *me) {
+  struct normal_spec spec = usual.spec;
+  spec.experts *= me->count;
+  struct team *t = copying_team(me, 1 << 20);
+  struct normal *n = make_normal(t, &spec, settings.seed);
+  dispatch_and_check(n);
+  struct combine *c = make_combine(n, &(const struct combine_spec){.hidden = 256}, 3);
+  run_combine(c);
+  check_combine(c);
+  meet(me);
+  if (me->index == 0) {
+    set_abort(t, DK_EABORTED, -1);
+    run_combine(c);
+    finish(me);
+    expect_failure(t, DK_EABORTED, DK_OP_COMBINE, -1);
+  }
+  meet(me);
+  if (me->index == 1) {
+    run_combine(c);
+    fetch_tensor(me, c->out);
+    finish(me);
+    expect_failure(t, DK_EABORTED, DK_OP_COMBINE, 0);
+    expect(me, t->status->failure.expected == DK_EABORTED && t->status->failure.seen == DK_OP_COMBINE,
+           "the record is of %ld in operation %ld", (long)t->status->failure.expected, (long)t->status->failure.seen);
+    expect(me, bf16_is_nan(*(const uint16_t *)c->out.host), "the first sum is %g",
+           from_bf16(*(const uint16_t *)c->out.host));
+  }
+}
+
+static const struct back sums_back = {{SPEC}, {.hidden = 256}, 1 << 20, true},
+                         weights_back = {{SPEC}, {.hidden = 256, .weights = true}, 1 << 20, true},
+                         biases_back = {{SPEC}, {.hidden = 256, .biases = 2}, 1 << 20, true},
+                         worst_back = {{SPEC, .spare = 9}, {.hidden = 256}, 1 << 20, true},
+                         crowded_back = {{SPEC}, {.hidden = 256}, 1 << 16, false};
+
 #define OWN(name, run, ranks, arg) {"copy/" name, run, ranks, arg, QUICK, DK_CAP_NORMAL_COPY, 0}
 static const struct test_case cases[] = {
     OWN("fresh and cached", ways, 3, &usual),
@@ -162,6 +306,15 @@ static const struct test_case cases[] = {
     OWN("each rank for itself", each_for_itself, 3, NULL),
     OWN("an old handle", forgotten, 2, NULL),
     OWN("a changed handle", changed_matrix, 3, NULL),
+    OWN("combine", ways_back, 3, &sums_back),
+    OWN("combine, 8 ranks", ways_back, 8, &sums_back),
+    OWN("combine with weights", ways_back, 3, &weights_back),
+    OWN("combine with biases", ways_back, 3, &biases_back),
+    OWN("combine after a worst case", ways_back, 3, &worst_back),
+    OWN("inboxes too small", ways_back, 4, &crowded_back),
+    OWN("each sender for itself", each_sender_for_itself, 3, NULL),
+    OWN("a handle changed before combine", changed_before_combine, 3, NULL),
+    OWN("a sender that has failed", failed_sender, 2, NULL),
     CASE("dispatch/BF16, 1 rank", 1, QUICK),
     CASE("dispatch/BF16, 2 ranks", 2, QUICK),
     CASE("dispatch/BF16, 8 ranks", 8, USUAL),
@@ -184,7 +337,22 @@ static const struct test_case cases[] = {
     CASE("expand/back to back", 3, QUICK),
     CASE("expand/plain rows by an expanded handle", 3, QUICK),
     CASE("expand/refused: plain, cancelled", 3, QUICK),
+    CASE("combine/1 rank", 1, QUICK),
     CASE("combine/4 ranks", 4, QUICK),
+    CASE("combine/8 ranks", 8, USUAL),
+    CASE("combine/two biases", 4, QUICK),
+    CASE("combine/8 channels", 3, QUICK),
+    CASE("combine/296 channels, top-5", 3, USUAL),
+    CASE("combine/16384 channels", 4, USUAL),
+    CASE("combine/everything -1, bias", 3, QUICK),
+    CASE("combine/a rank without tokens, one without rows", 4, QUICK),
+    CASE("combine/one hot expert", 4, QUICK),
+    CASE("combine/no tokens at all", 3, QUICK),
+    CASE("combine/smallest region, 8 ranks", 8, USUAL),
+    CASE("combine/the same bits every time", 4, USUAL),
+    CASE("combine/one handle, many calls", 3, QUICK),
+    CASE("timeout/combine", 3, QUICK),
+    CASE("abort/combine", 3, QUICK),
     CASE("timeout/dispatch", 3, QUICK),
     CASE("abort/dispatch", 3, QUICK),
     CASE("mismatch/bytes of a row", 3, QUICK),

@@ -95,6 +95,10 @@ dk_combine_params combine_params(struct combine *c) {
   p.nvl_recv_chunk = n->spec->recv_chunk ? n->spec->recv_chunk : 256;
   p.rdma_send_chunk = 6;
   p.rdma_recv_chunk = 256;
+  if (n->team->flags & DK_TEAM_NORMAL_COPY) {
+    p.flags |= DK_COMBINE_COPIES;
+    p.exchange = n->notify_call;
+  }
   return p;
 }
 

@@ -1001,7 +1001,7 @@ class Buffer:
 
     @property
     def normal_transfer(self) -> str:
-        """What moves rows of normal-mode dispatch inside a node: "sm" or "copy" (DEEPEP_NORMAL_TRANSFER)."""
+        """What moves rows of normal mode inside a node where it can: "sm" or "copy" (DEEPEP_NORMAL_TRANSFER)."""
         return self._core.normal_transfer
 
     @property

@@ -22,7 +22,7 @@ namespace deepep {
 struct Team;
 struct InternodeTeam;  // launch/internode.h
 struct Copies;         // launch/copies.h
-struct Pulls;          // launch/pulls.h
+struct NormalCopies;   // launch/normal_copies.h
 struct Device {
   int ordinal = 0, num_sms = 0, cc_major = 0, cc_minor = 0;
   bool bulk = false;      // use the Hopper kernels
@@ -50,9 +50,9 @@ struct Team {
   uint64_t *segments = nullptr;  // device
   void *scratch = nullptr;
   void *peers = nullptr;
-  InternodeTeam *internode = nullptr;  // of a team with a transport
-  Copies *copies = nullptr;            // of a team with DK_TEAM_LL_COPY
-  Pulls *pulls = nullptr;              // of a team with DK_TEAM_NORMAL_COPY
+  InternodeTeam *internode = nullptr;     // of a team with a transport
+  Copies *copies = nullptr;               // of a team with DK_TEAM_LL_COPY
+  NormalCopies *normal_copies = nullptr;  // of a team with DK_TEAM_NORMAL_COPY
 
   // This rank's part of the device's SMs: blocks that wait for each other, or for other ranks' blocks, run together.
   int own_sms() const { return device->num_sms > sm_share ? device->num_sms / sm_share : 1; }

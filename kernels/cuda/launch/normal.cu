@@ -7,7 +7,7 @@
 #include "cuda/impl/normal/routed_dispatch_kernel.cuh"
 #include "cuda/impl/normal/routed_notify.cuh"
 #include "cuda/launch/internode.h"
-#include "cuda/launch/pulls.h"
+#include "cuda/launch/normal_copies.h"
 
 namespace deepep {
 namespace {
@@ -70,10 +70,12 @@ cudaError_t load_normal_kernels(const Device &device) {
   cudaError_t error = load(layout_kernel, min<size_t>(device.max_shared, 96 * 1024));
   if (error == cudaSuccess) error = load(deep_ep::intranode::notify_dispatch, 0);
   if (error == cudaSuccess) error = load(deep_ep::intranode::dispatch<false>, limit80);
-  if (error == cudaSuccess) error = load(deep_ep::intranode::combine<false>, limit80);
+  if (error == cudaSuccess) error = load(deep_ep::intranode::combine<false, false>, limit80);
+  if (error == cudaSuccess) error = load(deep_ep::intranode::combine<false, true>, limit80);
 #if DEEPEP_SM90
   if (error == cudaSuccess && bulk) error = load(deep_ep::intranode::dispatch<true>, limit90);
-  if (error == cudaSuccess && bulk) error = load(deep_ep::intranode::combine<true>, limit90);
+  if (error == cudaSuccess && bulk) error = load(deep_ep::intranode::combine<true, false>, limit90);
+  if (error == cudaSuccess && bulk) error = load(deep_ep::intranode::combine<true, true>, limit90);
 #else
   (void)bulk, (void)limit90;
 #endif
@@ -223,7 +225,13 @@ int32_t launch_combine(dk_combine_params *p, CombineParams &params, int blocks) 
                         4ull * (Roles::kReducers + Roles::kSenders) * num_ranks;
   if (shared > limit) return DK_EUNSUPPORTED;
   const OnDevice on(team->device);
-  deep_ep::intranode::combine<kBulk><<<blocks, Roles::kThreads, shared, stream_of(p->stream)>>>(params);
+  if (team->normal_copies != nullptr) {
+    const cudaError_t error = on.error() == cudaSuccess ? push_rows(team, &params) : on.error();
+    if (error != cudaSuccess) return device_failure(p, error);
+  }
+  const auto kernel = team->normal_copies != nullptr ? deep_ep::intranode::combine<kBulk, true>
+                                                     : deep_ep::intranode::combine<kBulk, false>;
+  kernel<<<blocks, Roles::kThreads, shared, stream_of(p->stream)>>>(params);
   return launched(p);
 }
 

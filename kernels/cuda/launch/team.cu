@@ -7,7 +7,7 @@
 #include "cuda/impl/small_kernels.cuh"
 #include "cuda/launch/copies.h"
 #include "cuda/launch/internode.h"
-#include "cuda/launch/pulls.h"
+#include "cuda/launch/normal_copies.h"
 #include "cuda/layout/low_latency.cuh"
 
 namespace deepep {
@@ -66,7 +66,7 @@ void free_team(Team *team) {
   // After a dk_stats_flush that timed out, its kernel may still read the scratch and write the caller's page.
   (void)cudaStreamSynchronize(team->device->service);
   destroy_copies(team);
-  destroy_pulls(team);
+  destroy_normal_copies(team);
   internode_team_destroy(team);
   (void)cudaFree(team->scratch);
   (void)cudaFree(team->peers);
@@ -173,7 +173,7 @@ DK_EXPORT int32_t dk_team_create(dk_team_create_params *p) {
   const OnDevice on(team->device);
   cudaError_t error = on.error() == cudaSuccess ? allocate_scratch(team, blocks) : on.error();
   if (error == cudaSuccess && (p->flags & DK_TEAM_LL_COPY) != 0) error = create_copies(team, blocks);
-  if (error == cudaSuccess && (p->flags & DK_TEAM_NORMAL_COPY) != 0) error = create_pulls(team, blocks);
+  if (error == cudaSuccess && (p->flags & DK_TEAM_NORMAL_COPY) != 0) error = create_normal_copies(team, blocks);
   if (error != cudaSuccess) {
     free_team(team);
     return device_failure(p, error);
@@ -202,7 +202,7 @@ DK_EXPORT int32_t dk_team_release(dk_team_release_params *p) {
   if (team == nullptr) return DK_EINVAL;
   // Copies in graphs would go on, to memory that is not there.
   if (team->internode != nullptr || (team->copies != nullptr && team->copies->captured) ||
-      (team->pulls != nullptr && team->pulls->captured))
+      (team->normal_copies != nullptr && team->normal_copies->captured))
     return DK_EUNSUPPORTED;
   const OnDevice on(team->device);
   cudaError_t error = on.error();

@@ -115,6 +115,10 @@ struct TeamView {
   // Of DK_TEAM_NORMAL_COPY: rows of a dispatch for a rank, at their sender.
   __host__ __device__ uint64_t outbox_bytes() const { return nvl_bytes / num_ranks / 128 * 128; }  // for one rank
   __host__ __device__ uint64_t outbox(int rank) const { return nvl + nvl_bytes + rank * outbox_bytes(); }
+  // And rows of a combine from a rank, at their receiver: its newest ones and those before in turn. What was in the
+  // outbox for that rank it has taken: its copies from there come before its combine in its stream.
+  __host__ __device__ uint64_t inbox_bytes() const { return outbox_bytes() / 2 / 128 * 128; }
+  __host__ __device__ uint64_t inbox(int rank, int which) const { return outbox(rank) + which * inbox_bytes(); }
 
 #ifdef __CUDACC__
   __device__ HandshakeMessage *handshake(int owner, int copy, int source) const {
@@ -141,7 +145,8 @@ struct TeamView {
   __device__ Standing *standing(int owner, int source) const {
     return reinterpret_cast<Standing *>(peers[owner] + control + at.standings) + source;
   }
-  // Not 0: the source has masked the owner, whose Standing::lifts was one less.
+  // Not 0: the source has masked the owner, whose Standing::lifts was one less. In a team whose combines cross by
+  // copies and which never shrinks: a combine of the source has failed, with this code, and its copies may go on.
   __device__ uint64_t *notice(int owner, int source) const {
     return reinterpret_cast<uint64_t *>(peers[owner] + control + at.notices) + source;
   }

@@ -1,5 +1,6 @@
 // combine_kernel.cuh - combine: senders push rows of x back to their tokens' ranks, in the order of the tokens there;
-// reducing warps take tokens by tickets and sum in FP32 in the order of ranks.
+// reducing warps take tokens by tickets and sum in FP32 in the order of ranks. kPushed, in a team with
+// DK_TEAM_NORMAL_COPY: copies before the kernel may have brought all rows of a rank but its own.
 #pragma once
 #include "cuda/impl/normal/combine_job.cuh"
 #include "cuda/impl/normal/combine_sums.cuh"
@@ -35,7 +36,7 @@ struct CombineShared {
   }
 };
 
-template <bool kBulk>
+template <bool kBulk, bool kPushed>
 __device__ inline void run_combine_roles(const CombineParams &p, uint64_t epoch, uint8_t *shared, int32_t *slots,
                                          RowSender<kBulk, MaskedCombineJob> &rows) {
   using Roles = CombineRoles<kBulk>;
@@ -57,8 +58,9 @@ __device__ inline void run_combine_roles(const CombineParams &p, uint64_t epoch,
       ptx::st_relaxed_sys(&dests[r].flags[place.slot], ring_value(epoch, place.lap));
     });
   } else {
-    reduce_tokens(p, epoch, sources,
-                  slots + (warp > Roles::kSenders ? warp - Roles::kReducersAt : Roles::kReducers + warp) * num_ranks);
+    reduce_tokens<kPushed>(
+        p, epoch, sources,
+        slots + (warp > Roles::kSenders ? warp - Roles::kReducersAt : Roles::kReducers + warp) * num_ranks);
   }
 }
 
@@ -67,7 +69,7 @@ __device__ inline void run_combine_roles(const CombineParams &p, uint64_t epoch,
 namespace deep_ep::intranode {  // V1's names: tools find kernels in traces by them
 using namespace deepep;
 
-template <bool kBulk>
+template <bool kBulk, bool kPushed>
 __global__ void __launch_bounds__(CombineRoles<kBulk>::kThreads, 1) combine(const __grid_constant__ CombineParams p) {
 #if !DEEPEP_HAS_BULK_COPY
   if constexpr (kBulk) return;  // the launcher does not choose this form below 9.0
@@ -79,13 +81,14 @@ __global__ void __launch_bounds__(CombineRoles<kBulk>::kThreads, 1) combine(cons
   const CombineShared<kBulk> at(s.team.num_ranks, p.stage_bytes);
   auto *queues = reinterpret_cast<SendQueue *>(shared + at.queues);
   init_queues(queues, p.senders, kBulk);
-  if (begin(s)) {
-    const Handshake hand = combine_handshake(p, epoch, early);
+  const bool begun = begin(s);
+  if (begun) {
+    const Handshake hand = combine_handshake<kPushed>(p, epoch, early);
     if (blockIdx.x == 0) shrinks(s.team) ? post_to_members(s, hand) : post_handshake(s, hand);
     if (blockIdx.x == gridDim.x - 1) publish_newest_by_last_warp(s.team);
     auto *dests = reinterpret_cast<CombineDest *>(shared + at.dests);
     auto *sources = reinterpret_cast<CombineSource *>(shared + at.sources);
-    set_up_combine(p, dests, sources);
+    set_up_combine<kPushed>(p, dests, sources);
     MaskedCombineJob job{combine_job(p, dests, epoch), static_cast<uint32_t>(epoch % 2)};
     auto rows = row_sender<kBulk>(job, queues, shared + at.stages, p.row_bytes, p.stage_bytes);
     const bool sends = warp_id() < p.senders && (hand.mine.flags & kHandshakeRefused) == 0;
@@ -93,13 +96,15 @@ __global__ void __launch_bounds__(CombineRoles<kBulk>::kThreads, 1) combine(cons
     const bool agreed = shrinks(s.team) ? await_agreement(s, hand, epoch) : await_handshake(s, hand);
     job.epoch = epoch;
     if (shrinks(s.team)) drop_absent(p, dests, sources);
+    if (kPushed && agreed) find_pushed_rows(p, epoch, sources);
     if (agreed)
-      run_combine_roles<kBulk>(p, epoch, shared, reinterpret_cast<int32_t *>(shared + at.bytes), rows);
+      run_combine_roles<kBulk, kPushed>(p, epoch, shared, reinterpret_cast<int32_t *>(shared + at.bytes), rows);
     else if (sends)
       rows.abandon();
     if (agreed && shrinks(s.team)) confirm_membership(s);
   }
   finish(s, [&](bool failed) {
+    if (kPushed) failed |= share_failures(p, begun);
     if (failed) clear_combine_outputs(p);
     forget_bytes(s);
     for (int r = threadIdx.x; r < s.team.num_ranks; r += blockDim.x) {

@@ -11,7 +11,13 @@ struct CombineParams : dk_combine_params {
   int32_t senders = 0;      // warps of a block that send rows
   RingShape ring{};         // with a routing: threads that sum have no register for it
   uint32_t slot_bytes = 0;  // of the ring: a row, or with DK_COMBINE_UNREDUCED a row for each choice
+  // Which inbox of each peer this rank's rows are in, by copies that the host has made by a matrix with this hash, by
+  // which so many rows are this rank's (launch/normal_copies.h); -1: SMs send them.
+  int32_t inbox = -1, pushed_rows = 0;
+  uint32_t pushed_hash = 0;
+  int32_t captured = 0;  // a graph replays the kernel: peers' blocks may be gone by then
 
+  __host__ __device__ bool pushes() const { return inbox >= 0; }
   __device__ const uint8_t *x() const { return pointer<const uint8_t>(dk_combine_params::x); }
   __device__ const float *topk_weights() const { return pointer<const float>(dk_combine_params::topk_weights); }
   __device__ const uint8_t *bias(int which) const { return pointer<const uint8_t>(dk_combine_params::bias[which]); }

@@ -14,9 +14,11 @@ struct SumPiece {
 };
 constexpr int kSumPieceChunks = 512;
 constexpr int kWholeRow = 1 << 30;
+template <bool kPushed = false>
 __device__ inline int piece_chunks(const CombineParams &p, const CombineSource *sources, const RingShape &ring) {
   int longest = 0;
-  for (int r = 0; r < p.session.team.num_ranks; ++r) longest = max(longest, sources[r].num_rows);
+  for (int r = 0; r < p.session.team.num_ranks; ++r)
+    if (!kPushed || !is_pushed(sources[r])) longest = max(longest, sources[r].num_rows);
   return longest <= static_cast<int>(ring.slots) ? kSumPieceChunks : kWholeRow;
 }
 __device__ inline SumPiece sum_piece_at(const CombineParams &p, int each, int ticket) {
@@ -27,6 +29,7 @@ __device__ inline SumPiece sum_piece_at(const CombineParams &p, int each, int ti
 
 // Sums a piece of a token's rows. `slots` is shared, [R]: the slot of the row from each rank, or -1. Loads of two rows
 // are in flight at a time: a warp that waited for each in turn would be bound by latency.
+template <bool kPushed>
 __device__ inline void sum_piece(const CombineParams &p, const CombineSource *sources, const RingShape &ring,
                                  const int32_t *slots, const SumPiece &piece) {
   constexpr int kUnroll = 4;
@@ -69,9 +72,11 @@ __device__ inline void sum_piece(const CombineParams &p, const CombineSource *so
   if (piece.first != 0 || p.combined_topk_weights() == nullptr) return;
   for (int k = lane_id(); k < p.num_topk; k += kWarp) {
     float sum = 0;
-    for (int r = 0; r < num_ranks; ++r)
+    for (int r = 0; r < num_ranks; ++r) {
+      const uint32_t stride = kPushed && is_pushed(sources[r]) ? p.num_topk * 4u : ring.meta_stride;
       if (slots[r] >= 0)
-        sum += reinterpret_cast<const float *>(sources[r].meta + static_cast<uint64_t>(slots[r]) * ring.meta_stride)[k];
+        sum += reinterpret_cast<const float *>(sources[r].meta + static_cast<uint64_t>(slots[r]) * stride)[k];
+    }
     p.combined_topk_weights()[static_cast<int64_t>(token) * p.num_topk + k] = sum;
   }
 }
@@ -92,11 +97,12 @@ __device__ __noinline__ inline void give_up_row(const CombineSource *sources, in
 }
 
 // Role of a warp. `slots`: the warp's own, shared [R].
+template <bool kPushed>
 __device__ inline void reduce_tokens(const CombineParams &p, uint64_t epoch, const CombineSource *sources,
                                      int32_t *slots) {
   const int num_ranks = p.session.team.num_ranks;
   const RingShape ring = combine_ring(p);
-  const int each = piece_chunks(p, sources, ring);
+  const int each = piece_chunks<kPushed>(p, sources, ring);
   const auto take = [&] {
     return lane_id() == 0 ? static_cast<int>(atomicAdd(&p.session.team.scratch->tokens_taken[epoch % 2], 1u)) : 0;
   };
@@ -122,7 +128,7 @@ __device__ inline void reduce_tokens(const CombineParams &p, uint64_t epoch, con
           missing = -1;
           for (int r = lane_id(); r < num_ranks && missing < 0; r += kWarp) {
             const int head = slots[r];  // the row's number, until all rows are here
-            if (head < 0) continue;
+            if (head < 0 || (kPushed && is_pushed(sources[r]))) continue;
             const RingPlace place = ring_place(head, ring.slots);
             if (ptx::ld_acquire_sys(&sources[r].flags[place.slot]) != ring_value(epoch, place.lap)) missing = r;
           }
@@ -132,13 +138,15 @@ __device__ inline void reduce_tokens(const CombineParams &p, uint64_t epoch, con
     if (!good) return;
     __syncwarp();
     for (int r = lane_id(); r < num_ranks; r += kWarp)
-      if (slots[r] >= 0) slots[r] = static_cast<int>(ring_place(slots[r], ring.slots).slot);
+      if (slots[r] >= 0 && !(kPushed && is_pushed(sources[r])))
+        slots[r] = static_cast<int>(ring_place(slots[r], ring.slots).slot);
     __syncwarp();
-    sum_piece(p, sources, ring, slots, piece);
+    sum_piece<kPushed>(p, sources, ring, slots, piece);
     __syncwarp();
     for (int r = lane_id(); each == kWholeRow && r < num_ranks; r += kWarp) {
       const int head = heads[r];
-      if (head < 0 || head + static_cast<int>(ring.slots) >= sources[r].num_rows) continue;
+      if (head < 0 || head + static_cast<int>(ring.slots) >= sources[r].num_rows || (kPushed && is_pushed(sources[r])))
+        continue;
       const RingPlace place = ring_place(head, ring.slots);
       ptx::st_release_sys(&sources[r].credits[place.slot], ring_value(epoch, place.lap));
     }

@@ -124,14 +124,22 @@ __device__ inline Handshake dispatch_handshake(const DispatchParams &p, uint64_t
   return hand;
 }
 
-// Whole block.
+// Whole block. kPushed: this rank's rows may have crossed by copies, which its message says.
+template <bool kPushed = false>
 __device__ inline Handshake combine_handshake(const CombineParams &p, uint64_t epoch, const MatrixEntry &early) {
-  const HandleState handle = look_at_handle(p.rank_prefix_matrix(), p.session.team, p.num_recv_tokens, early);
+  HandleState handle = look_at_handle(p.rank_prefix_matrix(), p.session.team, p.num_recv_tokens, early);
+  if (kPushed && p.pushes() && handle.field == DK_FIELD_NONE && handle.hash != p.pushed_hash) {
+    const int n = p.session.team.num_ranks;
+    handle.field = DK_FIELD_PREFIX_MATRIX;
+    handle.expected = p.pushed_rows;
+    handle.seen = p.rank_prefix_matrix()[(n - 1) * n + p.session.team.rank];
+  }
   Handshake hand{};
   hand.epoch = epoch;
   hand.mine.hidden_bytes = p.row_bytes;
   hand.mine.op = DK_OP_COMBINE;
   hand.mine.num_topk = p.num_topk;
+  if (kPushed) hand.mine.segment = p.inbox + 1;
   if (p.num_tokens == 0 && p.num_recv_tokens == 0) hand.mine.flags = kHandshakeSilent;
   hand.mine.flags |= routing_flags(p.routing, p.flags);
   if (p.routing != DK_ROUTING_NONE && (p.topk_weights() != nullptr || p.combined_topk_weights() != nullptr))

@@ -4,7 +4,7 @@
 
 namespace deepep {
 
-// The matrix of an exchange of counts, in host memory (launch/pulls.h).
+// The matrix of an exchange of counts, in host memory (launch/normal_copies.h).
 struct MatrixNote {
   uint64_t call;  // of the notify, stored last; 0: it is being written
   int32_t matrix[];
