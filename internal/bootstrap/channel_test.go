@@ -117,13 +117,7 @@ func TestExchangeSparesRanksThatWait(t *testing.T) {
 	if _, err := channels[0].ExchangeAmong(proctest.Context(t), "first", nil, []int{0}, false); err != nil {
 		t.Fatal(err)
 	}
-	over, end := context.WithCancelCause(context.Background())
-	go func() {
-		for limit := time.Now().Add(proctest.Limit); time.Now().Before(limit) && !(channels[0].Awaits(2) == 1 && channels[0].Awaits(3) == 1); {
-			time.Sleep(time.Millisecond)
-		}
-		end(context.DeadlineExceeded)
-	}()
+	over := endsWhen(t, func() bool { return channels[0].Awaits(2) == 1 && channels[0].Awaits(3) == 1 })
 	_, err := channels[0].Exchange(over, "second", nil, nil)
 	wantError(t, err, status.Timeout, `exchange "second": nothing from rank 1 (host `, " s (ranks 2-3 wait too)")
 	if strings.Contains(err.Error(), "rank 2 (") || strings.Contains(err.Error(), "rank 3 (") {
@@ -148,9 +142,7 @@ func TestExchangeSparesARankThatHasGivenUp(t *testing.T) {
 	end(context.DeadlineExceeded)
 	_, err := channels[1].Exchange(over, "first", nil, nil)
 	wantError(t, err, status.Timeout, "nothing from rank 0 (host ")
-	for limit := time.Now().Add(2 * time.Second); time.Now().Before(limit) && channels[2].Awaits(1) != 0; {
-		time.Sleep(time.Millisecond)
-	}
+	proctest.Eventually(t, proctest.Limit, "rank 2 hears that rank 1 has waited", func() bool { return channels[2].Awaits(1) == 0 })
 	_, err = channels[2].Exchange(over, "second", nil, nil)
 	wantError(t, err, status.Timeout, "nothing from rank 0 (host ", "(rank 1 waits too)")
 	if _, err := channels[0].ExchangeAmong(proctest.Context(t), "second", nil, []int{0}, false); err != nil {
@@ -242,11 +234,12 @@ func TestExchangeOfTheLargestBlob(t *testing.T) {
 func TestExchangeTimeoutNamesAndRealigns(t *testing.T) {
 	checkFDs(t)
 	channels := open(t, 3, nil)
+	over := endsWhen(t, func() bool { return channels[0].Awaits(2) == 1 && channels[2].Awaits(0) == 1 })
 	errs := each(3, func(r int) error {
 		if r == 1 {
 			return nil
 		}
-		_, err := channels[r].Exchange(soon(t), "x", []byte("first"), []int{memfd(t, "first")})
+		_, err := channels[r].Exchange(over, "x", []byte("first"), []int{memfd(t, "first")})
 		return err
 	})
 	for _, r := range []int{0, 2} {

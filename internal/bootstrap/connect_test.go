@@ -6,6 +6,7 @@ import (
 	"net"
 	"os"
 	"strings"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -131,10 +132,21 @@ func TestConnectNamesWhomTheMissingRankWaitsFor(t *testing.T) {
 	for r := range 3 {
 		p[r].Follows(func(rank int) (int, bool) { return 2, rank == 1 })
 	}
+	var first atomic.Pointer[Channel]
+	p[0].onConnect = func(n *connector) { first.Store(n.c) }
+	over := endsWhen(t, func() bool { // rank 2 has come, and has not said yet that it waits too
+		c := first.Load()
+		if c == nil {
+			return false
+		}
+		c.mu.Lock()
+		defer c.mu.Unlock()
+		return c.links[2] != nil
+	})
 	errs := each(3, func(r int) (err error) {
 		switch r {
 		case 0:
-			_, err = p[0].Connect(soon(t))
+			_, err = p[0].Connect(over)
 		case 2:
 			_, err = p[2].Connect(proctest.Context(t)) // until rank 0 leaves
 		}

@@ -108,6 +108,12 @@ func fileRole(c *proctest.Child) error {
 	return nil
 }
 
+// joinFiles counts the ranks that have joined a run of this name.
+func joinFiles(dir, name string) int {
+	joined, _ := filepath.Glob(filepath.Join(dir, name+".run-*", "join-*"))
+	return len(joined)
+}
+
 func TestFileSizeMismatch(t *testing.T) {
 	dir := t.TempDir()
 	errs := each(2, func(r int) error {
@@ -121,12 +127,13 @@ func TestFileSizeMismatch(t *testing.T) {
 	group := make(chan []error, 1)
 	go func() { group <- runFile(t, dir, 1) }()
 	noErrors(t, <-group)
+	over := endsWhen(t, func() bool { return joinFiles(dir, "h") == 1 })
 	leader := make(chan error, 1)
 	go func() {
-		_, err := OpenFile(soon(t), FileOptions{Rank: 0, Size: 2, Dir: dir, Name: "h"})
+		_, err := OpenFile(over, FileOptions{Rank: 0, Size: 2, Dir: dir, Name: "h"})
 		leader <- err
 	}()
-	_, err := OpenFile(soon(t), FileOptions{Rank: 2, Size: 3, Dir: dir, Name: "h"})
+	_, err := OpenFile(over, FileOptions{Rank: 2, Size: 3, Dir: dir, Name: "h"})
 	wantError(t, err, status.Mismatch, "rank 0 has 2, rank 2 has 3")
 	wantError(t, <-leader, status.Timeout, "rank 1")
 }

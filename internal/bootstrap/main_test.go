@@ -23,6 +23,20 @@ func soon(t testing.TB) context.Context {
 	return ctx
 }
 
+// endsWhen is a context whose time is over as soon as the condition holds: what a rank has to do before that cannot come
+// too late on a busy machine.
+func endsWhen(t testing.TB, holds func() bool) context.Context {
+	ctx, end := context.WithCancelCause(context.Background())
+	t.Cleanup(func() { end(nil) })
+	go func() {
+		for limit := time.Now().Add(proctest.Limit); !holds() && ctx.Err() == nil && time.Now().Before(limit); {
+			time.Sleep(time.Millisecond)
+		}
+		end(context.DeadlineExceeded)
+	}()
+	return ctx
+}
+
 // each runs f for every rank at once and gives the errors by rank.
 func each(n int, f func(rank int) error) []error {
 	errs := make([]error, n)

@@ -6,6 +6,7 @@ import (
 	"net"
 	"path/filepath"
 	"strconv"
+	"sync/atomic"
 	"syscall"
 	"testing"
 	"time"
@@ -176,13 +177,16 @@ func TestJoinsCannotBeReplayed(t *testing.T) {
 // Rank 0 does not say "did not come" alone of a rank that came with another secret.
 func TestRefusedSecretsAreCounted(t *testing.T) {
 	a := freeAddress(t)
+	var told atomic.Bool
+	over := endsWhen(t, told.Load)
 	_ = each(2, func(r int) error {
 		if r == 1 {
+			defer told.Store(true)
 			_, err := DialTCP(proctest.Context(t), TCPOptions{Rank: 1, Size: 3, Address: a, Secret: "another"})
 			wantError(t, err, status.Mismatch, "another secret")
 			return nil
 		}
-		_, err := DialTCP(soon(t), TCPOptions{Rank: 0, Size: 3, Address: a, Secret: "s"})
+		_, err := DialTCP(over, TCPOptions{Rank: 0, Size: 3, Address: a, Secret: "s"})
 		wantError(t, err, status.Timeout, "ranks 1-2 did not come", "a rank 1 with another secret was refused (1 times, last from 127.0.0.1:")
 		return nil
 	})
@@ -247,11 +251,12 @@ func TestOtherUsersDoNotHoldUpTheStart(t *testing.T) {
 func TestFileNamesTheMissingRank(t *testing.T) {
 	for missing := 1; missing < 3; missing++ {
 		dir := t.TempDir()
+		over := endsWhen(t, func() bool { return joinFiles(dir, "g") == 2 })
 		errs := each(4, func(r int) error {
 			if r == missing {
 				return nil
 			}
-			_, err := OpenFile(soon(t), FileOptions{Rank: r, Size: 4, Dir: dir, Name: "g"})
+			_, err := OpenFile(over, FileOptions{Rank: r, Size: 4, Dir: dir, Name: "g"})
 			return err
 		})
 		for r, err := range errs {
@@ -292,7 +297,7 @@ func TestTCPGatherNamesAllMissingRanks(t *testing.T) {
 	for _, ex := range all {
 		defer ex.Close()
 	}
-	over, end := context.WithTimeout(context.Background(), 150*time.Millisecond)
+	over, end := context.WithTimeout(context.Background(), 600*time.Millisecond) // by then rank 2's blob is there
 	defer end()
 	for r, err := range each(3, func(r int) error {
 		if r == 1 {
@@ -315,7 +320,8 @@ func TestFileFollowersReadTheJoinFiles(t *testing.T) {
 		_, err := OpenFile(proctest.Context(t), FileOptions{Rank: 0, Size: 3, Dir: dir, Name: "g"})
 		leader <- err
 	}()
-	_, err := OpenFile(soon(t), FileOptions{Rank: 2, Size: 3, Dir: dir, Name: "g"})
+	over := endsWhen(t, func() bool { return joinFiles(dir, "g") == 1 })
+	_, err := OpenFile(over, FileOptions{Rank: 2, Size: 3, Dir: dir, Name: "g"})
 	wantError(t, err, status.Timeout, "nothing from rank 1 in folder")
 	_, err = OpenFile(proctest.Context(t), FileOptions{Rank: 1, Size: 3, Dir: dir, Name: "g"})
 	noErrors(t, []error{err, <-leader}) // whose gather then says that rank 2 has left
