@@ -16,24 +16,32 @@ import (
 	"github.com/deepep-go/deepep/internal/env"
 )
 
+// released is a channel for the rank that waits for another one, which calls goOn, also where it fails.
+func released() (until <-chan struct{}, goOn func()) {
+	c := make(chan struct{})
+	return c, sync.OnceFunc(func() { close(c) })
+}
+
 func TestEventsAndAsync(t *testing.T) {
+	waited, goOn := released()
 	onRanks(t, 2, BufferOptions{NumNVLBytes: 1 << 20}, func(m *member) {
 		done, before := m.event(), m.event()
 		defer func() { m.must(done.Destroy()); m.must(before.Destroy()) }()
 		m.must(done.Wait(0)) // never recorded: done
 		if m.rank == 0 {
+			defer goOn()
 			m.must(m.Barrier(&Call{Async: true, Event: done}))
-			err := done.Wait(0)
-			m.check(err == nil || errors.Is(err, ErrInterrupted), "%v", err)
+			m.check(errors.Is(done.Wait(0), ErrInterrupted), "the barrier ended without rank 1")
 			begin := time.Now()
-			err = done.Wait(30 * time.Millisecond)
+			err := done.Wait(30 * time.Millisecond)
 			m.check(errors.Is(err, ErrInterrupted), "the barrier ended without rank 1: %v", err)
 			m.check(time.Since(begin) > 25*time.Millisecond && time.Since(begin) < time.Second, "a slice of 30 ms took %v", time.Since(begin))
+			goOn()
 			m.must(before.Record(0))
 			m.must(m.Barrier(&Call{Async: true, Previous: before, Event: done}))
 			m.must(done.StreamWait(0))
 		} else {
-			time.Sleep(100 * time.Millisecond)
+			<-waited
 			m.must(m.Barrier(&Call{}))
 			m.must(m.Barrier(&Call{}))
 		}
@@ -51,15 +59,19 @@ func TestBackgroundStart(t *testing.T) {
 	needEngine(t)
 	exchangers := NewLocal(2)
 	var ranks sync.WaitGroup
+	waited, goOn := released()
 	for rank := range 2 {
 		ranks.Go(func() {
 			defer reportFail(t)
 			m := &member{t: t, rank: rank}
+			if rank == 0 {
+				defer goOn()
+			}
 			g, err := NewGroup(context.Background(), GroupOptions{Exchanger: exchangers[rank], Background: true, Timeout: 10 * time.Second})
 			m.must(err)
 			defer func() { m.must(g.Destroy()) }()
 			if rank == 1 {
-				time.Sleep(100 * time.Millisecond)
+				<-waited
 			}
 			b, err := g.NewBuffer(context.Background(), BufferOptions{Engine: EngineCPU, Device: -1, NumNVLBytes: 1 << 20, Background: true, Preinitialize: true})
 			m.must(err)
@@ -68,6 +80,7 @@ func TestBackgroundStart(t *testing.T) {
 				m.check(!b.Ready() && !b.Info().Ready && b.Info().Engine == EngineCPU, "ready before rank 1 began")
 				m.check(errors.Is(b.WaitReady(10*time.Millisecond), ErrInterrupted), "ready before rank 1 began")
 				m.must(b.Check())
+				goOn()
 			}
 			m.must(b.Barrier(&Call{})) // waits for the rest
 			m.check(b.Ready() && b.Info().Ready, "not ready after a call")
@@ -109,13 +122,16 @@ func warmupAndStatistics(t *testing.T, perNode int) {
 }
 
 func TestDestroyIsBoundedAndIdempotent(t *testing.T) {
+	launched, goOn := released()
 	onRanks(t, 2, BufferOptions{NumNVLBytes: 1 << 20}, func(m *member) {
 		if m.rank == 1 {
-			time.Sleep(50 * time.Millisecond)
+			<-launched
 			return // rank 0 waits for it in vain
 		}
+		defer goOn()
 		ev := m.event()
 		m.must(m.Barrier(&Call{Async: true, Event: ev}))
+		goOn()
 		waited := make(chan error)
 		go func() { waited <- ev.Wait(-1) }()
 		begin := time.Now()

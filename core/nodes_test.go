@@ -271,13 +271,18 @@ func TestDestroyAcrossNodes(t *testing.T) {
 		}
 	})
 	t.Run("work that never ends", func(t *testing.T) {
+		var launched sync.WaitGroup
+		launched.Add(g.ranks() - 1)
 		onNodes(t, g.ranks(), g.perNode, c.room(t), func(m *member) {
 			if m.rank == 3 {
-				time.Sleep(50 * time.Millisecond)
+				launched.Wait()
 				return // the others wait for it in vain
 			}
+			goOn := sync.OnceFunc(launched.Done)
+			defer goOn()
 			ev := m.event()
 			m.must(m.Barrier(&Call{Async: true, Event: ev}))
+			goOn()
 			begin := time.Now()
 			m.must(m.Buffer.Destroy())
 			m.check(time.Since(begin) < 2*time.Second, "destroy took %v", time.Since(begin))
