@@ -21,11 +21,11 @@ import (
 )
 
 // The job of these tests: four processes dispatch and combine until the test ends, and one of them starts every
-// dispatch 20 ms late.
+// dispatch 100 ms late: on a busy machine each of them waits 20 ms and more for a core.
 const (
 	jobRank  = "DEEPEP_TEST_JOB_RANK" // environment variable of its processes
 	jobSlow  = 2
-	jobLate  = 20 * time.Millisecond
+	jobLate  = 100 * time.Millisecond
 	jobRanks = 4
 )
 
@@ -185,7 +185,7 @@ func checkJobMetrics(t *testing.T, group string) {
 	}
 }
 
-// checkJobTrace counts the calls above 15 ms: the ranks that wait for the slow one have them.
+// checkJobTrace counts the calls that take most of jobLate: the ranks that wait for the slow one have them.
 func checkJobTrace(t *testing.T, group string) {
 	file := filepath.Join(t.TempDir(), "trace.json")
 	if out, stderr, code := deepep(t, "trace", "--group", group, "--output", file); code != 0 {
@@ -205,7 +205,7 @@ func checkJobTrace(t *testing.T, group string) {
 		if e.Phase != "X" {
 			continue
 		}
-		if *e.Dur > 15e3 {
+		if *e.Dur > 0.75*float64(jobLate.Microseconds()) {
 			long[e.PID-1]++
 		}
 		if e.TS > clock || e.TS < clock-600e6 {
@@ -215,7 +215,7 @@ func checkJobTrace(t *testing.T, group string) {
 	for rank := range jobRanks {
 		// The slow rank waits for no other, but a busy machine may delay it too.
 		if rank != jobSlow && (long[rank] < 5 || long[rank] < 2*long[jobSlow]) {
-			t.Errorf("calls above 15 ms by rank: %v", long)
+			t.Errorf("long calls by rank: %v", long)
 		}
 	}
 }
