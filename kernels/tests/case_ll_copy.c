@@ -52,6 +52,24 @@ static void lost_hook(struct rank *me) {
   }
 }
 
+/* Calls of two routings in turn, in each of the slots: where a token was for a rank, and then is not, the next call
+ * that sends it there again brings its own row. Rank 0 is late, so that the others look for its rows before they come.
+ */
+static void routings_in_turn(struct rank *me) {
+  struct ll_spec spec = {
+      .tokens = 14, .max_tokens = 14, .hidden = 256, .experts = 2 * me->count, .topk = 2, .index_bytes = 8};
+  struct team *t = make_ll_team(me, &spec, DK_TEAM_LL_COPY);
+  struct ll *both[2] = {make_ll(t, &spec, 3), make_ll(t, &spec, 4)};
+  for (uint64_t round = 0; round < 12; round++) {
+    struct ll *l = both[round / 2 % 2];
+    new_ll_payload(l, round);
+    if (me->index == 0) pause_ms(3);
+    run_ll_dispatch(l, DK_PHASE_SEND, 0);
+    run_ll_dispatch(l, DK_PHASE_RECV, 0);
+    check_ll_dispatch(l);
+  }
+}
+
 static const struct test_case cases[] = {
     CASE("ll dispatch/BF16, 1 rank", 1, QUICK),
     CASE("ll dispatch/BF16, 3 ranks", 3, QUICK),
@@ -95,5 +113,6 @@ static const struct test_case cases[] = {
     CASE("abort/low-latency dispatch", 3, QUICK),
     {"ll copy/shapes that grow", growing, 3, NULL, QUICK, DK_CAP_LL_COPY, 0},
     {"ll copy/sends that are cleaned away", lost_hook, 3, NULL, QUICK, DK_CAP_LL_COPY, 0},
+    {"ll copy/routings in turn", routings_in_turn, 3, NULL, QUICK, DK_CAP_LL_COPY, 0},
 };
 GROUP(ll_copy_cases);
