@@ -155,10 +155,10 @@ def test_cpu_seconds_of_a_suite_are_those_of_its_processes(tmp_path: pathlib.Pat
     """Also of a process that outlives its parent, as the ranks of a fork server do."""
     done = tmp_path / "done"
     work = "import sys, time; [0 for _ in iter(lambda: time.process_time() < 0.5, False)]; open(sys.argv[1], 'w')"
-    program = f'{sys.executable} -c "{work}; time.sleep(2)" {done} >/dev/null 2>&1'
+    program = f'{sys.executable} -c "{work}; time.sleep(4)" {done} >/dev/null 2>&1'
     commands = {
-        "waited": f"{program.replace('; time.sleep(2)', '')}; rm {done}",
-        "left": f"{program} & while [ ! -e {done} ]; do sleep 0.1; done; sleep 0.6",
+        "waited": f"{program.replace('; time.sleep(4)', '')}; rm {done}",
+        "left": f"{program} & while [ ! -e {done} ]; do sleep 0.1; done; sleep 1.2",
         "idle": "true",
     }
     used = {}
