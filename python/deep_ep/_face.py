@@ -268,20 +268,7 @@ class Program:
         """Has the results come in a shape: nested tuples of Entry, Given, New, SecondHalf and constants."""
         steps: list[int] = []
         constants: list[Any] = []
-
-        def push(one: Any) -> None:
-            if isinstance(one, tuple):
-                for part in one:
-                    push(part)
-                steps.extend((_TUPLE, len(one)))
-            elif isinstance(one, (Entry, Given)):
-                steps.extend((_ENTRY if isinstance(one, Entry) else _GIVEN, int(one)))
-            else:
-                kind = _NEW if isinstance(one, New) else _HOOK if isinstance(one, SecondHalf) else _THING
-                steps.extend((kind, len(constants)))
-                constants.append(one.kind if kind == _NEW else one.constants if kind == _HOOK else one)
-
-        push(value)
+        _push(value, steps, constants)
         self._shape = struct.pack(f"={len(steps)}q", *steps), tuple(constants)
 
     def finish(self) -> tuple[bytes, bytes, Any]:
@@ -291,6 +278,20 @@ class Program:
             numbers += [len(group), *(value for entry in group for value in entry)]
         numbers += [len(self._reads), *self._reads]
         return bytes(self._blob), struct.pack(f"={len(numbers)}q", *numbers), self._shape
+
+
+def _push(one: Any, steps: list[int], constants: list[Any]) -> None:
+    """Adds the steps that make a part of a shape. No inner function: one that names itself would keep the buffer."""
+    if isinstance(one, tuple):
+        for part in one:
+            _push(part, steps, constants)
+        steps.extend((_TUPLE, len(one)))
+    elif isinstance(one, (Entry, Given)):
+        steps.extend((_ENTRY if isinstance(one, Entry) else _GIVEN, int(one)))
+    else:
+        kind = _NEW if isinstance(one, New) else _HOOK if isinstance(one, SecondHalf) else _THING
+        steps.extend((kind, len(constants)))
+        constants.append(one.kind if kind == _NEW else one.constants if kind == _HOOK else one)
 
 
 @functools.cache
@@ -364,10 +365,11 @@ class Site:
             launch.left = False
             got = self.call(launch, None, *args, 0, launch.event, 1, 0)
             if type(got) is list:
-                error = core.native.error(got[0])
-                if not begun and got[1] == 0:
-                    core.kept.pop(launch, None)
-                raise _noted(error, got)
+                try:
+                    raise _noted(core.native.error(got[0]), got)
+                finally:
+                    if not begun and got[1] == 0:
+                        core.kept.pop(launch, None)
             if ends and type(got) is tuple:
                 core.wait_on_host(launch)
         except BaseException:
@@ -389,9 +391,10 @@ class Site:
             launch.left = False
             got = self.call(launch, None, *args, 0, launch.event, 1, 0)
             if type(got) is list:
-                error = core.native.error(got[0])
-                core.kept.pop(launch, None)
-                raise error
+                try:
+                    raise core.native.error(got[0])
+                finally:
+                    core.kept.pop(launch, None)
             if type(got) is tuple:
                 handle = EventHandle._of_call(core, launch, core.idle)
                 launch.left = True

@@ -28,7 +28,11 @@ class Second:
         self._event = self._call + _abi.Call.event.offset
         self._receives = ctypes.sizeof(kind) | _abi.RECV << 32  # struct_size and phases
         # On GPUs the caller's stream orders all, so that the hook needs no Python.
-        self.hook = _face.SecondHalf(self, None if core.host_stream else function, self._receives, self._call)
+        self._direct = None if core.host_stream else function
+
+    def hook(self) -> _face.SecondHalf:
+        """For a plan, which holds this object; this one must not hold it: a cycle would keep the buffer."""
+        return _face.SecondHalf(self, self._direct, self._receives, self._call)
 
     def run(self, structs: bytes, held: Held) -> None:
         """CPU engine: issues it, and waits for its end.
@@ -132,7 +136,7 @@ class LowLatencyFace:
         rows, scales, count, source, ranges = (_face.Entry(first + i) for i in range(5))
         received: Any = (rows, scales) if plan.use_fp8 else rows
         handle = (source, ranges, plan.bound, plan.hidden, plan.num_experts)
-        hook = self.second_of_dispatch.hook if halved else None
+        hook = self.second_of_dispatch.hook() if halved else None
         p.result((received, count, handle, _face.New(EventOverlap), hook))
         self.dispatch.add(key, p)
 
@@ -152,7 +156,7 @@ class LowLatencyFace:
         }  # fmt: skip
         self._finish(p, _abi.LlCombineArgs, plan.numbers, sources, self._lib.deepep_low_latency_combine, halved)
         combined = _face.Given(OUT) if into_out else _face.Entry(1 if halved else 0)
-        p.result((combined, _face.New(EventOverlap), self.second_of_combine.hook if halved else None))
+        p.result((combined, _face.New(EventOverlap), self.second_of_combine.hook() if halved else None))
         self.combine.add(key, p)
 
     def _finish(

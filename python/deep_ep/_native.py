@@ -66,7 +66,7 @@ def group_from_allgather(rank: int, size: int, allgather: AllGather, **options: 
     except errors.DeepEPError:
         if not failure:
             raise
-    raise failure[0]  # outside the handler: with the causes that it has itself
+    raise failure.pop()  # outside the handler: with the causes that it has itself
 
 
 def group_from_bootstrap(where: bootstrap.Bootstrap, **options: Any) -> NativeGroup:
@@ -114,7 +114,7 @@ def _in_thread(make: Callable[[], T], undo: Callable[[T], None]) -> T:
                 undo(made[0])
         raise
     if failure:
-        raise failure[0]
+        raise failure.pop()
     return made[0]
 
 

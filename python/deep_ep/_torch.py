@@ -333,7 +333,10 @@ def check(
     except RuntimeError as unknown:  # sparse, nested, of a transform: torch does not know its strides or its memory
         text = f"a tensor whose elements are not plain memory ({str(unknown).splitlines()[0][:120]})"
         error = type_error(name, text, "an ordinary tensor")
-    raise error
+    try:
+        raise error
+    finally:
+        del error  # whose frames have the caller's tensors and the buffer: a cycle would keep them
 
 
 def length(tensor: object) -> int:

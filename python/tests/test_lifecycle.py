@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import glob
 import os
 import threading
 import time
+import weakref
 from contextlib import nullcontext
 
 import pytest
@@ -260,6 +262,69 @@ def rank_after_destroy(ctx):
 
 def test_after_destroy(pool):
     pool.run(1, rank_after_destroy)
+
+
+def rank_last_reference(ctx, refused):
+    """No cycle of ours has a buffer or a call's tensors: where the collector is off they would stay for ever."""
+    from deep_ep import Buffer, DeepEPError
+
+    rdma = Buffer.get_low_latency_rdma_size_hint(alone.BOUND, alone.HIDDEN, ctx.size, alone.EXPERTS * ctx.size)
+    options = {"low_latency_mode": True, "num_qps_per_rank": alone.EXPERTS, "engine": ctx.engine}
+
+    def wrong_calls(buffer, calls):
+        """Refused in Python and by the library, in each mode."""
+        sizes, indices = (alone.BOUND, alone.EXPERTS), calls.idx + alone.EXPERTS
+        rows, _, weights, _, handle, _ = calls.dispatched
+        received, _, low, _, _ = buffer.low_latency_dispatch(calls.x, calls.idx, *sizes, use_fp8=False)
+        tensors = calls.x.float(), rows.float(), indices
+        for call in (
+            lambda: buffer.low_latency_dispatch(tensors[0], calls.idx, *sizes, use_fp8=False),
+            lambda: buffer.low_latency_dispatch(calls.x, calls.idx, 1 << 20, alone.EXPERTS, use_fp8=False),
+            lambda: buffer.combine(tensors[1], handle),
+            lambda: buffer.get_dispatch_layout(calls.idx, alone.EXPERTS + 0.5),
+            lambda: buffer.dispatch(calls.x[:1], handle=handle),
+        ):
+            with contextlib.suppress(DeepEPError):
+                call()
+                raise AssertionError("not refused")
+        if ctx.device.type == "cpu":  # where the library reads the indices before it goes on
+            for options in ({}, {"async_finish": True}):
+                for call in (
+                    lambda options=options: buffer.low_latency_dispatch(
+                        calls.x, tensors[2], *sizes, use_fp8=False, **options
+                    ),
+                    lambda options=options: buffer.low_latency_combine(
+                        received, tensors[2], calls.weights, low, **options
+                    ),
+                ):
+                    with contextlib.suppress(DeepEPError):
+                        alone.finish(*call()[-2:])
+                        raise AssertionError("not refused")
+        return [weakref.ref(tensor) for tensor in tensors]
+
+    def made(compiled, kind):
+        buffer = Buffer(ctx.group, 1 << 22, rdma, **options)
+        buffer._core.compiled = compiled
+        calls = alone.Calls(buffer)
+        for _ in range(3):
+            calls.of(kind)()
+        gone = wrong_calls(buffer, calls) if refused else []
+        return [weakref.ref(buffer._core), *gone]
+
+    gc.collect()
+    gc.disable()
+    try:
+        for compiled in (True, False):
+            for kind in alone.KINDS:
+                left = [one() for one in made(compiled, kind)]
+                assert left == [None] * len(left), (compiled, kind, left)
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("refused", (False, True), ids=("calls", "refused calls"))
+def test_nothing_waits_for_the_collector(pool, refused):
+    pool.run(1, rank_last_reference, refused)
 
 
 def rank_event_in_a_cycle(ctx):
