@@ -183,7 +183,7 @@ func TestExchangersRefuseBadOptions(t *testing.T) {
 	}{
 		{TCPOptions{Rank: 3, Size: 3, Address: "127.0.0.1:1"}, "argument rank: got 3, allowed 0 to 2"},
 		{TCPOptions{Size: 0}, "argument size: got 0"},
-		{TCPOptions{Size: 2, Address: "nowhere"}, `argument Address: got "nowhere"`},
+		{TCPOptions{Size: 2, Address: "nowhere"}, `argument address: got "nowhere"`},
 		{TCPOptions{Size: 2, Address: "127.0.0.1:0"}, "a port from 1 to 65535"},
 		{TCPOptions{Size: 2, Address: "127.0.0.1:70000"}, "a port from 1 to 65535"},
 		{TCPOptions{Size: 2, Address: "192.0.2.1:99"}, "a loopback address"},
@@ -199,9 +199,9 @@ func TestExchangersRefuseBadOptions(t *testing.T) {
 		words string
 	}{
 		{FileOptions{Rank: -1, Size: 3, Dir: dir, Name: "n"}, "argument rank: got -1"},
-		{FileOptions{Size: 2, Dir: dir, Name: "../x"}, `argument Name: got "../x"`},
-		{FileOptions{Size: 2, Dir: dir, Name: "a.run-b"}, "argument Name"},
-		{FileOptions{Size: 2, Dir: filepath.Join(dir, "none"), Name: "n"}, "argument Dir"},
+		{FileOptions{Size: 2, Dir: dir, Name: "../x"}, `argument name: got "../x"`},
+		{FileOptions{Size: 2, Dir: dir, Name: "a.run-b"}, "argument name"},
+		{FileOptions{Size: 2, Dir: filepath.Join(dir, "none"), Name: "n"}, "argument directory"},
 	} {
 		_, err := OpenFile(ctx, c.file)
 		wantError(t, err, status.InvalidArgument, c.words)

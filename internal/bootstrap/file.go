@@ -60,10 +60,10 @@ func OpenFile(ctx context.Context, o FileOptions) (Exchanger, error) {
 		return nil, err
 	}
 	if !groupName.MatchString(o.Name) || strings.Contains(o.Name, ".run-") {
-		return nil, status.InvalidArg("Name", strconv.Quote(o.Name), "1 to 100 letters, digits, '.', '_', '-', the first a letter or digit, without \".run-\"")
+		return nil, status.InvalidArg("name", strconv.Quote(o.Name), "1 to 100 letters, digits, '.', '_', '-', the first a letter or digit, without \".run-\"")
 	}
 	if info, err := os.Stat(o.Dir); err != nil || !info.IsDir() {
-		return nil, status.InvalidArg("Dir", strconv.Quote(o.Dir), "an existing folder that all ranks can write")
+		return nil, status.InvalidArg("directory", strconv.Quote(o.Dir), "an existing folder that all ranks can write")
 	}
 	f := &file{rank: o.Rank, size: o.Size, dir: o.Dir, name: o.Name}
 	var err error

@@ -74,10 +74,10 @@ func resolve(ctx context.Context, o TCPOptions) (address string, local net.Addr,
 	const allowed = `"host:port" of rank 0 with a port from 1 to 65535`
 	host, port, err := net.SplitHostPort(o.Address)
 	if err != nil {
-		return "", nil, status.InvalidArg("Address", strconv.Quote(o.Address), allowed)
+		return "", nil, status.InvalidArg("address", strconv.Quote(o.Address), allowed)
 	}
 	if n, err := strconv.ParseUint(port, 10, 16); err != nil || n == 0 {
-		return "", nil, status.InvalidArg("Address", strconv.Quote(o.Address), allowed)
+		return "", nil, status.InvalidArg("address", strconv.Quote(o.Address), allowed)
 	}
 	if o.Interface != "" {
 		address, err := interfaceAddress(o.Interface)
@@ -98,7 +98,7 @@ func resolve(ctx context.Context, o TCPOptions) (address string, local net.Addr,
 	}
 	for _, a := range addrs {
 		if !a.Unmap().IsLoopback() {
-			return "", nil, status.InvalidArg("Address", o.Address,
+			return "", nil, status.InvalidArg("address", o.Address,
 				"a loopback address, or any address once the network interface is named (DEEPEP_INTERFACE)")
 		}
 	}

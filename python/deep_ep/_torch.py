@@ -445,6 +445,21 @@ def view_of(pointer: int, count: int, device: torch.device, owner: object) -> Te
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
+def not_a_group(group: object) -> Exception:
+    """The error for a group that is none."""
+    import torch.distributed as dist
+
+    if group is None:
+        allowed = "a torch.distributed group (dist.group.WORLD is None before init_process_group), or"
+        return type_error("group", "None", f"{allowed} another way for the ranks to meet: comm of Buffer, or bootstrap")
+    if type(group) is int and group == dist.GroupMember.NON_GROUP_MEMBER:
+        allowed = "a group that this rank is in: new_group() of other ranks gives it this"
+        return type_error("group", "GroupMember.NON_GROUP_MEMBER", allowed)
+    missing = [name for name in ("rank", "size") if not callable(getattr(group, name, None))]
+    given = f"{type(group).__name__}{' without ' if missing else ''}{', '.join(missing)}"
+    return type_error("group", given, "a torch.distributed.ProcessGroup or the like")
+
+
 def gather_function(group: Any) -> tuple[int, int, Callable[[bytes], list[bytes]]]:
     """Rank, size and an all-gather of bytes over a torch.distributed group (object all-gather only)."""
     import torch.distributed as dist
@@ -454,10 +469,8 @@ def gather_function(group: Any) -> tuple[int, int, Callable[[bytes], list[bytes]
         dist.all_gather_object(blobs, blob, group=group)
         return cast(list[bytes], blobs)
 
-    missing = [name for name in ("rank", "size") if not callable(getattr(group, name, None))]
-    if missing:
-        given = f"{type(group).__name__} without {', '.join(missing)}"
-        raise type_error("group", given, "a torch.distributed.ProcessGroup or the like")
+    if any(not callable(getattr(group, name, None)) for name in ("rank", "size")):
+        raise not_a_group(group)
     # Asked of the group itself: it need not be registered with torch.distributed.
     rank, size = int(group.rank()), int(group.size())
     return rank, size, allgather

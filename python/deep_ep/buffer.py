@@ -1158,7 +1158,7 @@ def _join(key: object, rank: int | None, engine: str, device: int) -> _native.Na
 def _make_group(group: Any, comm: Any, bootstrap: Bootstrap | None, options: dict[str, int]) -> _native.NativeGroup:
     given = [name for name, value in (("group", group), ("comm", comm), ("bootstrap", bootstrap)) if value is not None]
     if not given:
-        raise value_error("group", "None without comm", "a torch.distributed group, or comm (mpi4py), or bootstrap")
+        raise _torch.not_a_group(None)
     if group is not None:
         rank, size, allgather = _torch.gather_function(group)
         return _native.group_from_allgather(rank, size, allgather, **options)

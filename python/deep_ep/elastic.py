@@ -799,7 +799,7 @@ def _size_of(group: Group, bootstrap: Bootstrap | None) -> int:
         return bootstrap.size
     size = getattr(group, "size", None)
     if isinstance(group, Tensor) or not callable(size):
-        raise type_error("group", type(group).__name__, "a torch.distributed.ProcessGroup or the like")
+        raise _torch.not_a_group(group)
     return check_int("group.size()", size(), 1)
 
 

@@ -69,7 +69,8 @@ def rank_construction(ctx):
 
     good = {"group": ctx.group, "num_nvl_bytes": 1 << 16, "engine": ctx.engine}
     wrong = [
-        ("no group", {"group": None}, ("group", "comm")),
+        ("no group", {"group": None}, ("group", "comm", "init_process_group")),
+        ("a group without this rank", {"group": -100}, ("group", "NON_GROUP_MEMBER", "new_group")),
         ("a group of another kind", {"group": "world"}, ("group", "str")),
         ("comm of another kind", {"group": None, "comm": 5}, ("comm", "int")),
         ("unknown keyword", {"nonsense": 1}, ("nonsense",)),
