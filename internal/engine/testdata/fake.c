@@ -345,8 +345,8 @@ int32_t dk_team_segment(dk_team_segment_params *p) {
     return 0;                                                                          \
   }
 OPERATION(layout, "")
-OPERATION(dispatch, "%s", p->flags & DK_DISPATCH_COPIES ? " copies" : "")
-OPERATION(combine, "%s", p->flags & DK_COMBINE_COPIES ? " copies" : "")
+OPERATION(dispatch, "%s", p->flags &DK_DISPATCH_COPIES ? " copies" : "")
+OPERATION(combine, "%s", p->flags &DK_COMBINE_COPIES ? " copies" : "")
 OPERATION(ll_dispatch, " phases %d ticket %d", p->phases, p->ticket)
 OPERATION(ll_combine, " phases %d ticket %d x+%d", p->phases, p->ticket, (int)(p->x & 1023))
 OPERATION(clean, "")

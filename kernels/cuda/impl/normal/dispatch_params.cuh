@@ -33,8 +33,8 @@ struct DispatchParams : dk_dispatch_params {
   uint32_t row_bytes = 0, stage_bytes = 0;
   uint32_t meta_senders = 0;  // warps of a block that send metadata
   uint32_t meta_rows = 0;     // metadata of so many tokens is sent together
-  // This rank's rows stay in its peers' outboxes, from where copies bring them (launch/normal_copies.h). The host has made
-  // these by a matrix with this hash, by which so many rows arrive here.
+  // This rank's rows stay in its peers' outboxes, from where copies bring them (launch/normal_copies.h). The host has
+  // made these by a matrix with this hash, by which so many rows arrive here.
   uint32_t pulled_hash = 0;
   int32_t pulled_rows = 0;
 
