@@ -176,8 +176,9 @@ func (f *family) noDeath() {
 	}
 }
 
-// A death must be seen within 200 ms; the rest is for the scheduling of a busy machine.
-const seenWithin = 500 * time.Millisecond
+// A death must be seen within 200 ms (bootstrap's TestProcWatch compares the period); the rest is for the scheduling of a
+// busy machine.
+const seenWithin = 2 * time.Second
 
 func TestKillIsSeenWithLastCall(t *testing.T) {
 	for _, forked := range []bool{false, true} {
