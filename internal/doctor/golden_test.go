@@ -281,7 +281,7 @@ func TestGoldenHosts(t *testing.T) {
 				t.Fatal(err)
 			}
 			var out bytes.Buffer
-			if err := r.WriteText(&out, nil); err != nil {
+			if err := r.WriteText(&out, false, nil); err != nil {
 				t.Fatal(err)
 			}
 			compareGolden(t, c.name+".txt", out.Bytes())

@@ -3,6 +3,7 @@ package doctor
 import (
 	"fmt"
 	"io"
+	"slices"
 	"strings"
 )
 
@@ -114,18 +115,23 @@ func (r *Report) Count(s Status) int {
 }
 
 // WriteText prints the report as text: a line for each finding and, after a problem, its cause, file and fix, unwrapped
-// so that a fix can be copied. paint colours a verdict; nil leaves it plain.
-func (r *Report) WriteText(w io.Writer, paint func(Status, string) string) error {
+// so that a fix can be copied. With problems only those lines; the last line counts all. paint colours a verdict; nil
+// leaves it plain.
+func (r *Report) WriteText(w io.Writer, problems bool, paint func(Status, string) string) error {
 	if paint == nil {
 		paint = func(_ Status, s string) string { return s }
 	}
+	shown := r.Lines
+	if problems {
+		shown = r.problems()
+	}
 	width := 0
-	for _, l := range r.Lines {
+	for _, l := range shown {
 		width = max(width, len(l.Name()))
 	}
 	var b strings.Builder
 	fmt.Fprintf(&b, "host %s, kernel %s%s\n", orDash(r.Host), orDash(r.Kernel), describeFor(r.For))
-	for _, l := range r.Lines {
+	for _, l := range shown {
 		fmt.Fprintf(&b, "%s %-*s  %s\n", paint(l.Status, fmt.Sprintf("%-4s", l.Status)), width, l.Name(), l.Read)
 		if l.Status != Fail && l.Status != Warn {
 			continue
@@ -139,6 +145,17 @@ func (r *Report) WriteText(w io.Writer, paint func(Status, string) string) error
 	fmt.Fprintf(&b, "%d OK, %d WARN, %d FAIL, %d N/A\n", r.Count(OK), r.Count(Warn), r.Count(Fail), r.Count(NA))
 	_, err := io.WriteString(w, b.String())
 	return err
+}
+
+func (r *Report) problems() []Line {
+	return slices.DeleteFunc(slices.Clone(r.Lines), func(l Line) bool { return l.Status != Fail && l.Status != Warn })
+}
+
+// OnlyProblems is the report without the lines of checks that found none.
+func (r *Report) OnlyProblems() *Report {
+	less := *r
+	less.Lines = r.problems()
+	return &less
 }
 
 func describeFor(f For) string {

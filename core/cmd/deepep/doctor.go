@@ -114,15 +114,13 @@ func (f *doctorFlags) examine(cmd *cobra.Command) error {
 }
 
 func (f *doctorFlags) print(w io.Writer, report *doctor.Report) error {
-	if f.problems {
-		report.Lines = slices.DeleteFunc(report.Lines, func(l doctor.Line) bool {
-			return l.Status == doctor.OK || l.Status == doctor.NA
-		})
-	}
-	if f.json {
+	switch {
+	case f.json && f.problems:
+		return printJSON(w, report.OnlyProblems())
+	case f.json:
 		return printJSON(w, report)
 	}
-	return report.WriteText(w, paintStatus)
+	return report.WriteText(w, f.problems, paintStatus)
 }
 
 func paintStatus(s doctor.Status, word string) string {

@@ -56,6 +56,19 @@ func TestDoctorJSONAndProblems(t *testing.T) {
 	}
 }
 
+// The last line counts all checks: of a sound host it would say that nothing was looked at.
+func TestDoctorCountsWhatItDoesNotPrint(t *testing.T) {
+	root := hostFolder(t, "node-a")
+	for _, use := range []string{"cpu", "intranode"} {
+		all, _, _ := deepep(t, "doctor", "--root", root, "--for", use)
+		some, _, _ := deepep(t, "doctor", "--root", root, "--for", use, "--problems")
+		lines, few := strings.Split(strings.TrimSpace(all), "\n"), strings.Split(strings.TrimSpace(some), "\n")
+		if last := few[len(few)-1]; last != lines[len(lines)-1] || strings.HasPrefix(last, "0 OK") || len(few) >= len(lines) {
+			t.Errorf("for %s, of\n%s\nthese are problems:\n%s", use, all, some)
+		}
+	}
+}
+
 func TestDoctorMeasuresThePlan(t *testing.T) {
 	root := hostFolder(t, "node-a")
 	out, _, code := deepep(t, "doctor", "--root", root, "--for", "cpu", "--ranks", "8", "--max-tokens", "4096", "--json")
