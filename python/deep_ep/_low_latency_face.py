@@ -10,7 +10,7 @@ from ._core import Core, Held
 from ._face import HANDLE, Program, Site, address, constant, size
 from ._low_latency_plan import CombinePlan, DispatchPlan
 from ._memory import RowCache
-from ._torch import BF16, FLOAT32, FP8, INT32, INT64
+from ._torch import BF16, FLOAT32, FP8, INT32, INT64, opaque
 from .utils.event import EventOverlap
 
 X, IDX, WEIGHTS, RECV_STATS, WAIT_STATS = range(5)  # the tensors of a dispatch
@@ -34,6 +34,7 @@ class Second:
         """For a plan, which holds this object; this one must not hold it: a cycle would keep the buffer."""
         return _face.SecondHalf(self, self._direct, self._receives, self._call)
 
+    @opaque
     def run(self, structs: bytes, held: Held) -> None:
         """CPU engine: issues it, and waits for its end.
 
@@ -58,6 +59,7 @@ class Second:
             raise
         core.idle.append(launch)
 
+    @opaque
     def refuse(self, status: int | None) -> NoReturn:
         """Raises what the library said of the second half; None: the hook was called before."""
         raise hook_was_called() if status is None else second_half_error(self._core.native.error(status))

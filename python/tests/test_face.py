@@ -453,6 +453,39 @@ def test_hooks(pool):
     pool.run(1, rank_hooks)
 
 
+def rank_compiled_hooks(ctx):
+    """A compiled function that calls a hook has one graph break there; torch.compile looks at nothing of ours."""
+    from torch._dynamo.utils import counters
+
+    def around(x, hook):
+        before = x + 1
+        hook()
+        return before + 1
+
+    with alone.buffer_of(ctx) as buffer:
+        calls = alone.Calls(buffer)
+        frames = {}
+        for compiled in (True, False):
+            buffer._core.compiled = compiled
+            if not compiled:
+                buffer._low_latency.forget()
+            for _ in range(3):
+                calls.halves()
+            options = {"use_fp8": False, "return_recv_hook": True}
+            hook = buffer.low_latency_dispatch(calls.x, calls.idx, alone.BOUND, alone.EXPERTS, **options)[4]
+            torch._dynamo.reset()
+            counters.clear()
+            assert torch.equal(torch.compile(around, backend="eager")(calls.weights, hook), calls.weights + 2)
+            frames[compiled] = dict(counters["frames"])
+            calls.halves()
+        assert frames == {way: {"total": 2, "ok": 2} for way in (True, False)}, frames
+
+
+@checks.needs_face
+def test_hooks_in_compiled_functions(pool):
+    pool.run(1, rank_compiled_hooks)
+
+
 def rank_modes(ctx):
     """Under a mode of torch functions none of our tensor methods runs Python; outputs are where the buffer is."""
     from torch.overrides import TorchFunctionMode
