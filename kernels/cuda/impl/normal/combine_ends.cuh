@@ -20,7 +20,7 @@ struct CombineSource {
   int32_t num_rows;
   int32_t absent;  // in a team that shrinks: the rank takes no part, or is not waited for any more
 };
-enum Absence { kAbsent = 1, kGivenUp = 2 };
+enum Absence { kLeftOut = 1, kGivenUp = 2 };
 template <class End>
 __device__ inline int absence_of(const CombineParams &p, const End &end) {
   return shrinks(p.session.team) ? *static_cast<const volatile int32_t *>(&end.absent) : 0;
@@ -33,8 +33,8 @@ __device__ inline void drop_end(const End *ends, int r, Absence how) {
 __device__ inline void drop_absent(const CombineParams &p, const CombineDest *dests, const CombineSource *sources) {
   for (int r = threadIdx.x; r < p.session.team.num_ranks; r += blockDim.x) {
     if (!is_without(p.session, r)) continue;
-    drop_end(dests, r, kAbsent);
-    drop_end(sources, r, kAbsent);
+    drop_end(dests, r, kLeftOut);
+    drop_end(sources, r, kLeftOut);
   }
   __syncthreads();
 }

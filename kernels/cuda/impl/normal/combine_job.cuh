@@ -103,7 +103,7 @@ struct MaskedCombineJob : CombineJob {
   __device__ bool await_room(int, int row) const {
     const bool good = warp_wait_or_drop<kForRoom>(
         p.session, static_cast<int64_t>(epoch), [&] { return __all_sync(kAllLanes, has_room(row)) != 0; },
-        [&] { return lane_id() == 0 ? dest_of(row) : -1; }, [&](int peer) { drop_end(dests, peer, kAbsent); });
+        [&] { return lane_id() == 0 ? dest_of(row) : -1; }, [&](int peer) { drop_end(dests, peer, kLeftOut); });
     __syncwarp();
     return good;
   }

@@ -88,7 +88,7 @@ __device__ __noinline__ inline void leave_out_lost(const CombineParams &p, uint6
   const int how = absence_of(p, sources[r]), head = slots[r];
   if (how == 0 || head < 0) return;
   const RingPlace place = ring_place(head, ring.slots);
-  if (how == kAbsent || ptx::ld_acquire_sys(&sources[r].flags[place.slot]) != ring_value(epoch, place.lap))
+  if (how == kLeftOut || ptx::ld_acquire_sys(&sources[r].flags[place.slot]) != ring_value(epoch, place.lap))
     slots[r] = -1;
 }
 __device__ __noinline__ inline void give_up_row(const CombineSource *sources, int32_t *slots, int peer) {
