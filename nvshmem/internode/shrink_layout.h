@@ -42,6 +42,7 @@ __host__ __device__ inline ShrinkOffsets shrink_offsets(uint64_t start, uint64_t
 struct ShrinkState {
   uint64_t notices[DK_MAX_RANKS];  // what this rank puts into TeamView::notice of each rank of another node
   Told told[DK_MAX_RANKS];
+  uint64_t left;  // the number of the newest call within which this rank was left out
 };
 inline uint64_t shrink_state_bytes(uint64_t num_ranks) {
   return sizeof(ShrinkState) + 2 * num_ranks * kMaxChannels * sizeof(RowStream);

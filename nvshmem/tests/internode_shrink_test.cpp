@@ -2,6 +2,7 @@
 // (kernels/tests/emulate): a rank that is masked, absent, dies or is late at any moment of any call, and comes back.
 //   internode_shrink_test [SEED [CASES]]
 //   internode_shrink_test told SEED
+//   internode_shrink_test heads SEED
 //   internode_shrink_test dump FILE SEED NODES PEERS LOST
 // The network delays every put. Sums are compared bit for bit with those of nodes that add their own ranks' rows.
 #include "network.h"
@@ -704,6 +705,29 @@ void told_late(World &w) {
          late.size());
 }
 
+// The caller of one rank has taken a row from send_head, so that no sum makes room for the next ones. Both ranks end.
+void changed_heads(uint64_t seed) {
+  const Case c{2, 1, 64, 1, 1, 0, 8, 512, 512};  // one place for each rank
+  World w(c);
+  emulate::start_network({seed, toss()}, w.blocks());
+  do make_inputs(w);
+  while (w.ranks[0].per_rank[1] < 3);
+  run_notify(w);
+  run_dispatch(w, false);
+  Rank &odd = w.ranks[0];
+  for (size_t i = 1; i < odd.head.size(); i += 2)
+    if (odd.head[i] == 0) odd.head[i] = -1;
+  w.timeout_ns = 2000000;
+  w.lost = 0;
+  run_combine(w, false);
+  emulate::stop_network();
+  const bool failed = odd.scratch->sticky != 0;
+  const dk_failure f = failed ? odd.status.failure : w.refusal(0);
+  check(f.code == (failed ? DK_ETIMEOUT : DK_ESTATE) && f.peer == (failed ? 0 : 1), "end", 0, f.peer, f.code, 0);
+  check(w.ranks[1].scratch->masked[0] == 1, "masked", 1, 0, w.ranks[1].scratch->masked[0], 1);
+  printf("changed heads: ok\n");
+}
+
 Case random_case(bool told) {
   static const int shapes[][2] = {{2, 2}, {4, 1}, {3, 2}, {2, 3}, {3, 1}, {2, 1}};
   const auto &shape = shapes[pick(0, told ? 4 : 5)];
@@ -762,6 +786,11 @@ int dump(char **words) {
 
 int main(int argc, char **argv) {
   if (argc == 7 && strcmp(argv[1], "dump") == 0) return dump(argv + 2);
+  if (argc == 3 && strcmp(argv[1], "heads") == 0) {
+    random_number.seed(strtoull(argv[2], nullptr, 10));
+    changed_heads(random_number());
+    return 0;
+  }
   const bool told = argc == 3 && strcmp(argv[1], "told") == 0;
   const uint64_t seed = argc > 1 ? strtoull(argv[told ? 2 : 1], nullptr, 10) : 1;
   const int cases = told ? 1 : argc > 2 ? atoi(argv[2]) : 4;

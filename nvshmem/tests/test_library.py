@@ -331,6 +331,13 @@ def test_masks_that_a_rank_hears_of_late(seed: int) -> None:
     assert code == 0 and re.search(r"told late by [1-9]\d*: ok", text), text
 
 
+@pytest.mark.parametrize("seed", [1, 2])
+def test_changed_heads_of_masks(seed: int) -> None:
+    """A combine whose send_head lacks a row ends on all ranks."""
+    code, text = run(OUT / "internode_shrink_test", "heads", seed)
+    assert code == 0 and text == "changed heads: ok\n", text
+
+
 @pytest.mark.parametrize("first", range(1, 201 if os.environ.get("DEEPEP_TEST_FULL", "0") not in ("", "0") else 21, 10))
 def test_kernels_with_a_routing_on_the_host(first: int) -> None:
     """Notify, dispatch and combine with a routing, plain and expanded; a lost rank, wrong indices."""

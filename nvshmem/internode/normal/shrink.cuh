@@ -232,21 +232,27 @@ __device__ inline void release_row(const TeamView &team, const NodeView &interno
     signal_remote(internode, team, source, word, tagged(epoch, static_cast<uint32_t>(row) + 1));
 }
 
-// By a whole warp: whether a rank that takes part has left this one out. Then the call is void here.
-__device__ inline bool is_left_out(const Session &s) {
-  int by = -1;
-  for (int r = lane_id(); r < s.team.num_ranks && by < 0; r += kWarp)
-    if (!is_without(s, r) && leaves_out(s, r)) by = r;
-  const uint32_t found = __ballot_sync(kAllLanes, by >= 0);
-  if (found != 0 && lane_id() == __ffs(static_cast<int>(found)) - 1)
-    report_refusal(s, kVoid, DK_ESTATE, by, DK_FIELD_MASKED, 0, by);
+// By a whole warp: whether a rank that takes part has left this one out, or had when another warp looked. Then the call
+// is void here.
+__device__ inline bool is_left_out(const PutPost &by) {
+  const Session &s = by.s;
+  int leaver = -1;
+  for (int r = lane_id(); r < s.team.num_ranks && leaver < 0; r += kWarp)
+    if (!is_without(s, r) && leaves_out(s, r)) leaver = r;
+  const uint32_t found = __ballot_sync(kAllLanes, leaver >= 0);
+  if (found == 0) return __any_sync(kAllLanes, ptx::ld_relaxed_gpu(&by.shrink.state->left) == s.call) != 0;
+  if (lane_id() == __ffs(static_cast<int>(found)) - 1) {
+    report_refusal(s, kVoid, DK_ESTATE, leaver, DK_FIELD_MASKED, 0, leaver);
+    ptx::st_relaxed_sys(&by.shrink.state->left, s.call);
+  }
   __syncwarp();
-  return found != 0;
+  return true;
 }
 
-// The team has failed, or another warp has found that the call is void here.
-__device__ inline bool has_ended(const Session &s) {
-  return has_failed(s) || ptx::ld_relaxed_gpu(&s.team.scratch->refusing) == kVoid;
+// The team has failed, or another warp has found that this rank is left out. A call that is void because of what its
+// arguments hold goes on: the others do not know, and wait for this rank's rows.
+__device__ inline bool has_ended(const PutPost &by) {
+  return has_failed(by.s) || ptx::ld_relaxed_gpu(&by.shrink.state->left) == by.s.call;
 }
 
 enum LostRank { kGoOn, kLeave, kFail };
@@ -254,20 +260,25 @@ enum LostRank { kGoOn, kLeave, kFail };
 __device__ __noinline__ inline LostRank lose(const PutPost &by, uint32_t code, int peer) {
   const Session &s = by.s;
   if (peer < 0 || peer == s.team.rank || (code != DK_ETIMEOUT && code != DK_EPEERDEAD)) return kFail;
-  if (is_left_out(s)) return kLeave;
+  if (is_left_out(by)) return kLeave;
   const bool first = lane_id() == 0 && atomicExch(&s.team.scratch->masked[peer], 1u) == 0;
   by.post_notice(peer, first);
   return kGoOn;
 }
 
 // As serve_streams, but a rank that is late or dead is masked: advance() goes on without masked ranks. A wait for a
-// rank's rows ends first; one that waits for room may wait for a rank which waits for a lost one.
-constexpr int kForPairRows = 1, kForPairRoom = 3;
+// rank's rows ends first; one that waits for room may wait for a rank which waits for a lost one. A stream that waits
+// for peer -1 waits for other warps of this rank, which may lose all other ranks one after the other; the time of a
+// wait for another rank begins after that.
+constexpr int kForPairRows = 1, kForPairRoom = 3;  // times the time limit
 template <class Advance>
 __device__ inline void serve_pairs(const PutPost &by, int patience, int first, int step, int count, Advance advance) {
   const Session &s = by.s;
   uint64_t start = 0;
   uint32_t polls = 0, reason = 0;
+  int limits =
+      0;  // time limits that a wait for other warps has lasted: a rank that was stopped is not over all at once
+  bool for_own = false;
   for (;;) {
     bool moved = false, open = false;
     BlockedStream missing{-1, 0, 0};
@@ -280,24 +291,29 @@ __device__ inline void serve_pairs(const PutPost &by, int patience, int first, i
     }
     if (!open) return;
     if (moved) {
-      polls = reason = 0;
-      if (__any_sync(kAllLanes, lane_id() == 0 && has_ended(s))) return;
+      polls = reason = limits = 0;
+      if (__any_sync(kAllLanes, lane_id() == 0 && has_ended(by))) return;
       continue;
+    }
+    if (for_own != (missing.peer < 0)) {
+      for_own = !for_own;
+      polls = reason = limits = 0;
     }
     if (reason != 0) {  // and no stream moved in the round after it
       const LostRank lost = lose(by, reason, missing.peer);
       if (lost == kFail && lane_id() == 0)
-        report_failure(s, reason, culprit(s, reason, missing.peer), DK_FIELD_NONE, missing.expected, missing.seen,
-                       ptx::global_timer_ns() - start);
+        report_failure(s, reason, culprit(s, reason, missing.peer < 0 ? s.team.rank : missing.peer), DK_FIELD_NONE,
+                       missing.expected, missing.seen, ptx::global_timer_ns() - start);
       __syncwarp();
       if (lost != kGoOn) return;
       reason = 0;
     }
     if (polls++ == 0) start = ptx::global_timer_ns();
     if (polls % kPollsPerLook != 0) continue;
-    if (is_left_out(s)) return;
-    if (lane_id() == 0) reason = reason_to_leave(s, missing.peer, start, polls, patience);
+    if (is_left_out(by)) return;
+    if (lane_id() == 0) reason = reason_to_leave(s, missing.peer, start, polls, for_own ? 1 : patience);
     reason = __shfl_sync(kAllLanes, reason, 0);
+    if (for_own && reason == DK_ETIMEOUT && ++limits < patience + kForPairRows * s.team.num_ranks) polls = reason = 0;
   }
 }
 

@@ -201,13 +201,14 @@ __device__ inline void sum_node_rows(const ShrinkCombineParams &p, const NodeRow
   __syncwarp();  // all lanes have read the rows
 }
 
-// Posts credits for the token's rows where their ranks have more rows than places.
-__device__ inline void release_node_rows(const ShrinkCombineParams &p, uint64_t epoch, int token) {
+// Posts credits for the token's rows where their ranks have more rows than places. own: this rank's come by its ring
+// too.
+__device__ inline void release_node_rows(const ShrinkCombineParams &p, uint64_t epoch, int token, bool own) {
   const TeamView &team = p.c.session.team;
   for (int base = 0; base < team.num_ranks; base += kWarp) {
     const int r = base + lane_id();
     const int number = r < team.num_ranks ? p.c.send_head()[static_cast<int64_t>(token) * team.num_ranks + r] : -1;
-    const bool posts = number >= 0 && r != team.rank && !is_without(p.c.session, r) &&
+    const bool posts = number >= 0 && (own || r != team.rank) && !is_without(p.c.session, r) &&
                        number + static_cast<int>(p.rings.places) < rows_of_pair(p.c, team.rank, r).count;
     for (uint32_t left = __ballot_sync(kAllLanes, posts); left != 0; left &= left - 1) {
       const int lane = __ffs(static_cast<int>(left)) - 1, row = __shfl_sync(kAllLanes, number, lane);
@@ -219,8 +220,7 @@ __device__ inline void release_node_rows(const ShrinkCombineParams &p, uint64_t 
   }
 }
 
-// While another warp holds up this one, that one looks at the time. The tokens first, first + step, ... of this rank;
-// `token`: the next one.
+// The tokens first, first + step, ... of this rank; `token`: the next one.
 __device__ inline Outcome serve_tokens(const ShrinkCombineParams &p, uint64_t epoch, int step, const NodeRows &empty,
                                        int &token, BlockedStream &blocked) {
   const int before = token;
@@ -228,10 +228,10 @@ __device__ inline Outcome serve_tokens(const ShrinkCombineParams &p, uint64_t ep
     NodeRows list = empty;
     if (!find_node_rows(p, epoch, token, list, blocked)) break;
     sum_node_rows(p, list, token);
-    release_node_rows(p, epoch, token);
+    release_node_rows(p, epoch, token, false);
   }
   if (token >= p.c.num_tokens) return kDone;
-  return token != before || (blocked.peer < 0 && !__any_sync(kAllLanes, has_failed(p.c.session))) ? kMoved : kBlocked;
+  return token != before ? kMoved : kBlocked;
 }
 
 // ---- The kernel -----------------------------------------------------------------------------------------------------
