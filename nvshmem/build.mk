@@ -18,8 +18,8 @@ PLUGIN_SRC   := $(sort $(wildcard nvshmem/testtransport/*.cpp nvshmem/testtransp
 PLUGIN_OBJ   := $(addprefix $(OBJ)/,$(addsuffix .o,$(basename $(PLUGIN_SRC))))
 GPU_TEST_OBJ := $(addprefix $(OBJ)/nvshmem/tests/,cases.o ranks.o transport_test.o)
 PARTS_TEST_OBJ := $(addprefix $(OBJ)/nvshmem/tests/,wire_test.o memory_test.o)
-INTERNODE_TEST_OBJ := $(addprefix $(OBJ)/nvshmem/tests/,internode_test.o internode_shrink_test.o internode_routed_test.o internode_low_latency_test.o network.o)
-NVSHMEM_ALL  := $(LIB)/libdeepep_nvshmem.so $(PLUGIN) $(addprefix $(NVSHMEM_OUT)/,transport_test wire_test memory_test internode_test internode_shrink_test internode_routed_test internode_low_latency_test probe)
+INTERNODE_TEST_OBJ := $(addprefix $(OBJ)/nvshmem/tests/,internode_test.o internode_shrink_test.o internode_routed_test.o internode_routed_shrink_test.o internode_low_latency_test.o network.o)
+NVSHMEM_ALL  := $(LIB)/libdeepep_nvshmem.so $(PLUGIN) $(addprefix $(NVSHMEM_OUT)/,transport_test wire_test memory_test internode_test internode_shrink_test internode_routed_test internode_routed_shrink_test internode_low_latency_test probe)
 
 # The device link takes the codes that NVSHMEM's device part has, and can make no PTX. sm_100 runs on 10.3, too.
 RDC_CODE := $(SM80_CODE) $(if $(filter 0,$(SM90)),,$(call gencode,90)) $(if $(NEWER_CODES),$(call gencode,100 120))
@@ -90,7 +90,7 @@ $(NVSHMEM_OUT)/wire_test $(NVSHMEM_OUT)/memory_test: $(NVSHMEM_OUT)/%_test: $(OB
 $(INTERNODE_TEST_OBJ): $(OBJ)/%.o: %.cpp $(OBJ)/nvshmem.flags | need-cxx
 	@mkdir -p $(@D)
 	$(EMULATE_CXX) -Invshmem/tests/emulate -Invshmem/tests $(NVSHMEM_INCLUDE) $(INTERNODE_TEST_FLAGS) -MMD -MP -c -o $@ $<
-$(addprefix $(NVSHMEM_OUT)/,internode_test internode_shrink_test internode_routed_test internode_low_latency_test): $(NVSHMEM_OUT)/%: $(OBJ)/nvshmem/tests/%.o $(OBJ)/nvshmem/tests/network.o $(EMULATE_OBJ)
+$(addprefix $(NVSHMEM_OUT)/,internode_test internode_shrink_test internode_routed_test internode_routed_shrink_test internode_low_latency_test): $(NVSHMEM_OUT)/%: $(OBJ)/nvshmem/tests/%.o $(OBJ)/nvshmem/tests/network.o $(EMULATE_OBJ)
 	@mkdir -p $(@D)
 	$(CXX) -pthread -o $@ $^
 

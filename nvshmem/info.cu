@@ -11,7 +11,7 @@ using namespace deepep;
 DK_EXPORT int32_t dk_info(dk_info_params *p) {
   const int32_t code = cuda_info(p);
   if (code != DK_OK) return code;
-  p->caps |= DK_CAP_ROUTED_NODES | DK_CAP_SHRINK_NODES;
+  p->caps |= DK_CAP_ROUTED_NODES | DK_CAP_SHRINK_NODES | DK_CAP_ROUTED_SHRINK_NODES;
   snprintf(p->kind, sizeof p->kind, "nvshmem");
   snprintf(p->build, sizeof p->build, "nvshmem-%s-%d.%d.%d", DK_NVSHMEM_BUILD_ID, kBuiltFor.major, kBuiltFor.minor,
            kBuiltFor.patch);

@@ -60,7 +60,8 @@ read -ra some <<<"$(tests $normal::test_everything $normal::test_chosen $normal:
 read -ra fast <<<"$(tests $low_latency)"
 read -ra dead <<<"$(tests python/tests/test_internode_failures.py)"
 read -ra graphs <<<"$(tests python/tests/test_internode_graphs.py)"
-read -ra routed <<<"$(tests python/tests/test_elastic_nodes.py)"
+read -ra routed <<<"$(tests python/tests/test_elastic_nodes.py python/tests/test_elastic_shrink.py)"
+routed+=(-k "test_cases or masked_between_nodes")
 read -ra masks <<<"$(tests python/tests/test_internode_failures.py)"
 masks+=(-k "normal_calls") # with enable_shrink
 dead+=(-k "(killed and dispatch) or late or shrink")

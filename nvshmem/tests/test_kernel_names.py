@@ -27,7 +27,7 @@ ROUTED = {
 }
 ROUTED_NODES = {f"deep_ep::internode::{name}" for name in ("notify_routed", "dispatch_routed", "combine_routed")}
 # Calls of buffers with enable_shrink, whose names begin with V1's.
-SHRINKING = {f"{name}_shrinking" for name in (*NODES, NOTIFY[1])}
+SHRINKING = {f"{name}_shrinking" for name in (*NODES, NOTIFY[1], *ROUTED_NODES)}
 # What a call launches, and the words that V1's tests look for in it.
 CALLS = [
     ("libdeepep_cuda.so", [ONE_NODE[0]], ["dispatch"]),

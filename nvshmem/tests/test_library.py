@@ -345,6 +345,15 @@ def test_kernels_with_a_routing_on_the_host(first: int) -> None:
     assert code == 0 and text.count(": ok") == 16, text
 
 
+@pytest.mark.parametrize(
+    "first", range(1, 1601 if os.environ.get("DEEPEP_TEST_FULL", "0") not in ("", "0") else 61, 20)
+)
+def test_kernels_of_masks_with_a_routing_on_the_host(first: int) -> None:
+    """The same with a routing; and a handle that a caller has changed masks nobody."""
+    code, text = run(OUT / "internode_routed_shrink_test", first, 20)
+    assert code == 0 and text.count(": ok") == 20, text
+
+
 @pytest.mark.parametrize("first", range(1, 601 if os.environ.get("DEEPEP_TEST_FULL", "0") not in ("", "0") else 13, 12))
 def test_kernels_of_low_latency_on_the_host(first: int) -> None:
     """Formats, halves, overlapping batches, zero copy, LogFMT; ranks run ahead as far as the kernels let them."""

@@ -78,7 +78,6 @@ class ElasticBuffer(BufferBase):
         num_cpu_timeout_secs, num_gpu_timeout_secs: longest wait for a living peer; the lower one counts.
         explicitly_destroy: True: destroy() may be called; False: the finalizer frees.
         enable_shrink: calls go on without ranks that are masked, dead or late, as with Buffer; masks are allowed.
-            Between GPU nodes dispatch refuses it by name.
         engine: "cpu", "cuda", or "auto" or None: DEEPEP_ENGINE, or CUDA where a device and its library are there.
         bootstrap: where ranks meet without torch.distributed; see deep_ep.Bootstrap.
         num_nvl_peers: ranks of one NVLink domain; None: DEEPEP_NUM_MAX_NVL_PEERS, or 8.

@@ -15,6 +15,7 @@ from cases import Case
 from conftest import test_device
 
 KERNELS = pathlib.Path(__file__).resolve().parents[2] / "build" / "nvshmem" / "internode_routed_test"
+SHRINKING = KERNELS.with_name("internode_routed_shrink_test")
 TYPES = {
     "x": torch.bfloat16, "scales": torch.int32, "topk_idx": torch.int64, "topk_weights": torch.float32,
     "recv_x": torch.bfloat16, "recv_scales": torch.int32, "recv_topk_idx": torch.int64,
@@ -56,7 +57,6 @@ def test_cases(pool, shape, some, modes):
 
 
 @pytest.mark.skipif(cases.RANKS < 4, reason="needs 4 ranks")
-@pytest.mark.skipif(test_device() != "cpu", reason="masks with a routing between GPU nodes are refused")
 @pytest.mark.parametrize(
     ("shape", "some", "modes"), [("2x2", CASES[:2], MODES), ("4x1", CASES[2:], MODES[:2])], ids=["2x2", "4x1"]
 )
@@ -66,7 +66,7 @@ def test_cases_with_shrink(pool, shape, some, modes):
 
 
 def read_dump(path: str, rank: int) -> tuple[list[int], dict[str, torch.Tensor]]:
-    """The shape of a case that internode_routed_test has written, and the rank's tensors."""
+    """The numbers of a case that a test program has written, and the rank's tensors."""
     data = pathlib.Path(path).read_bytes()
     line, _, rest = data.partition(b"\n")
     found = {}
@@ -80,8 +80,8 @@ def read_dump(path: str, rank: int) -> tuple[list[int], dict[str, torch.Tensor]]
     return [int(word) for word in line.split()], found
 
 
-def rank_same_bits(ctx, path, expand, flags):
-    (hidden, topk, experts, scales, alignment, num_max), its = read_dump(path, ctx.rank)
+def rank_same_bits(ctx, path, expand, flags, shrink):
+    (hidden, topk, experts, scales, alignment, num_max, lost), its = read_dump(path, ctx.rank)
 
     def same(name: str, tensor: torch.Tensor) -> None:
         wanted = its[name].view(tensor.dtype) if its[name].numel() else its[name].to(tensor.dtype)
@@ -90,7 +90,13 @@ def rank_same_bits(ctx, path, expand, flags):
         assert torch.equal(got, wanted), f"{name}: {int((got != wanted).sum())} of {got.numel()} differ"
 
     options = {"allow_hybrid_mode": flags != 2, "allow_multiple_reduction": flags != 1, "num_topk": topk}
-    with elastic.buffer_of(ctx, num_max, hidden, **options) as buffer:
+    with elastic.buffer_of(ctx, num_max, hidden, enable_shrink=shrink, **options) as buffer:
+        ctx.barrier()
+        if ctx.rank == lost:
+            ctx.barrier()
+            return
+        if lost >= 0:
+            buffer.update_mask(lost)
         recv_x, idx, weights, handle, _ = buffer.dispatch(
             x=(its["x"].view(-1, hidden), its["scales"].view(-1, scales)),
             topk_idx=its["topk_idx"].view(-1, topk), topk_weights=its["topk_weights"].view(-1, topk),
@@ -118,6 +124,7 @@ def rank_same_bits(ctx, path, expand, flags):
         same("combined", out)
         if not alone:
             same("combined_weights", back)
+        ctx.barrier()
 
 
 @pytest.mark.skipif(test_device() != "cpu", reason="compares with the CPU engine")
@@ -132,4 +139,19 @@ def test_same_bits_as_kernels_of_gpus(pool, tmp_path, shape, expand, flags):
         path = tmp_path / str(seed)
         words = [KERNELS, "dump", path, seed, nodes, peers, int(expand), flags]
         subprocess.run([str(word) for word in words], check=True, timeout=120)
-        internode.run(pool, shape, rank_same_bits, str(path), expand, flags, seed=seed, deadline=120)
+        internode.run(pool, shape, rank_same_bits, str(path), expand, flags, False, seed=seed, deadline=120)
+
+
+@pytest.mark.skipif(test_device() != "cpu", reason="compares with the CPU engine")
+@pytest.mark.skipif(not SHRINKING.exists(), reason="needs `make nvshmem`")
+@pytest.mark.parametrize("flags", [0, 1, 2], ids=["hybrid", "unreduced", "direct"])
+@pytest.mark.parametrize("expand", [False, True], ids=["plain", "expanded"])
+@pytest.mark.parametrize("shape", ["2x2", "3x2"] if cases.RANKS > 2 else ["2x1"])
+def test_same_bits_as_kernels_of_gpus_with_shrink(pool, tmp_path, shape, expand, flags):
+    """With all ranks, and with one that all others have masked."""
+    nodes, peers = internode.numbers_of(shape)
+    for seed, lost in ((3, -1), (4, 1), (5, nodes * peers - 1)):
+        path = tmp_path / str(seed)
+        words = [SHRINKING, "dump", path, seed, nodes, peers, int(expand), flags, lost]
+        subprocess.run([str(word) for word in words], check=True, timeout=120)
+        internode.run(pool, shape, rank_same_bits, str(path), expand, flags, True, seed=seed, deadline=120)

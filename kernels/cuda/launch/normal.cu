@@ -113,7 +113,6 @@ static_assert(kMaxRoutedExperts == DK_MAX_ROUTED_EXPERTS, "one limit");
 // With a routing: what any of the three calls cannot do.
 int32_t check_routing(const Team *team, int32_t routing, int32_t num_topk, int32_t num_experts, int32_t index_bytes) {
   if (routing != DK_ROUTING_PLAIN && routing != DK_ROUTING_EXPANDED) return DK_EINVAL;
-  if (is_remote(team) && shrinks(team->view)) return DK_EUNSUPPORTED;
   if (num_topk < 1 || num_topk > kWarp || (index_bytes != 4 && index_bytes != 8)) return DK_EINVAL;
   const bool fits = num_experts >= 1 && num_experts <= DK_MAX_ROUTED_EXPERTS;
   return fits && num_experts % team->view.num_ranks == 0 ? DK_OK : DK_EINVAL;

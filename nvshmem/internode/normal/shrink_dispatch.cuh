@@ -24,6 +24,11 @@ constexpr int kPairRowsAtOnce = 4;  // of a stream in one turn of a warp
 
 // Words after a row's payload: the token, weights, experts, scales.
 __host__ __device__ inline RowWords pair_words(const DispatchParams &d) { return RowWords(d, 0); }
+// What a row takes of a place. Parameters of another kind have functions of their own for this, and to send, take and
+// blank a row.
+__host__ __device__ inline uint32_t pair_bytes(const ShrinkDispatchParams &p) {
+  return p.d.row_bytes + 4u * pair_words(p.d).end;
+}
 __device__ inline PairRows rows_of_pair(const DispatchParams &d, int source, int reader) {
   return pair_rows(d.rank_prefix_matrix(), d.session.team.num_ranks, source, reader);
 }
@@ -90,8 +95,8 @@ __device__ inline void send_pair_row(const ShrinkDispatchParams &p, int token, u
 }
 
 // Streams of a channel come after those of the one before, in each the reader after this rank first.
-__device__ inline Outcome serve_pair_sender(const ShrinkDispatchParams &p, uint64_t epoch, int stream,
-                                            BlockedStream &blocked) {
+template <class Params>
+__device__ inline Outcome serve_pair_sender(const Params &p, uint64_t epoch, int stream, BlockedStream &blocked) {
   const DispatchParams &d = p.d;
   const TeamView &team = d.session.team;
   const int reader = (team.rank + 1 + stream) % team.num_ranks, channel = stream / team.num_ranks,
@@ -116,7 +121,7 @@ __device__ inline Outcome serve_pair_sender(const ShrinkDispatchParams &p, uint6
       send_pair_row(p, token, nullptr, static_cast<int64_t>(rows.first) + number);
     } else {
       send_pair_row(p, token, place_for(team, p.internode, p.rings, reader, number), -1);
-      publish_row(team, p.internode, p.rings, epoch, reader, number, d.row_bytes + 4u * pair_words(d).end);
+      publish_row(team, p.internode, p.rings, epoch, reader, number, pair_bytes(p));
     }
     number += step;
     ++token;
@@ -154,7 +159,7 @@ __device__ inline void take_pair_row(const ShrinkDispatchParams &p, const uint8_
 }
 
 // A row of a rank that takes no part (any more). Its token is made up.
-__device__ __noinline__ inline void blank_pair_row(const DispatchParams &d, int64_t row, int number) {
+__device__ __noinline__ inline void blank_row(const DispatchParams &d, int64_t row, int number) {
   auto *to = reinterpret_cast<uint4 *>(d.recv_x() + static_cast<uint64_t>(row) * d.row_bytes);
   for (uint32_t i = lane_id(); i < d.row_bytes / 16; i += kWarp) to[i] = {0, 0, 0, 0};
   for (int first = 0; first == 0 || has_extras(d, first); first += kWarp)
@@ -162,8 +167,12 @@ __device__ __noinline__ inline void blank_pair_row(const DispatchParams &d, int6
   if (lane_id() == 0 && !d.cached() && d.recv_src_idx() != nullptr) d.recv_src_idx()[row] = number;
 }
 
-__device__ inline Outcome serve_pair_reader(const ShrinkDispatchParams &p, uint64_t epoch, int stream,
-                                            BlockedStream &blocked) {
+__device__ inline void blank_pair_row(const ShrinkDispatchParams &p, int, const PairRows &rows, int number) {
+  blank_row(p.d, static_cast<int64_t>(rows.first) + number, number);
+}
+
+template <class Params>
+__device__ inline Outcome serve_pair_reader(const Params &p, uint64_t epoch, int stream, BlockedStream &blocked) {
   const DispatchParams &d = p.d;
   const TeamView &team = d.session.team;
   const int source = (team.rank + 1 + stream) % team.num_ranks, channel = stream / team.num_ranks,
@@ -174,8 +183,7 @@ __device__ inline Outcome serve_pair_reader(const ShrinkDispatchParams &p, uint6
   const int before = static_cast<int>(state->count);
   int number = channel + before * step;
   const bool lost = __any_sync(kAllLanes, is_without(d.session, source)) != 0;
-  for (; lost && number < rows.count; number += step)
-    blank_pair_row(d, static_cast<int64_t>(rows.first) + number, number);
+  for (; lost && number < rows.count; number += step) blank_pair_row(p, source, rows, number);
   while (number < min(rows.count, channel + (before + kPairRowsAtOnce) * step)) {
     if (read_count(row_word(p.internode, p.rings, team.self, source, number), epoch) !=
         static_cast<uint32_t>(number) + 1)
@@ -213,7 +221,13 @@ __device__ inline bool members_have_room(const ShrinkDispatchParams &p, const Pu
   return __syncthreads_or(!good) == 0;
 }
 
-__device__ inline void run_dispatch_roles(const ShrinkDispatchParams &p, const PutPost &by, uint64_t epoch) {
+// What no row is written to.
+__device__ inline void pad_pair_rows(const ShrinkDispatchParams &p, int worker, int workers) {
+  if (p.d.num_worst_tokens > 0) pad_rows(p.d, worker, workers);
+}
+
+template <class Params>
+__device__ inline void run_pair_roles(const Params &p, const PutPost &by, uint64_t epoch) {
   using Roles = ShrinkDispatchRoles;
   const int warp = warp_id(), blocks = static_cast<int>(gridDim.x), block = static_cast<int>(blockIdx.x),
             num_ranks = p.d.session.team.num_ranks, count = num_ranks * static_cast<int>(p.rings.channels);
@@ -227,7 +241,7 @@ __device__ inline void run_dispatch_roles(const ShrinkDispatchParams &p, const P
     reset_pairs(p.shrink.receives(num_ranks), first, step, count);
     serve_pairs(by, kForPairRows, first, step, count,
                 [&](int stream, BlockedStream &blocked) { return serve_pair_reader(p, epoch, stream, blocked); });
-    if (p.d.num_worst_tokens > 0) pad_rows(p.d, first, step);
+    pad_pair_rows(p, first, step);
   }
 }
 
@@ -249,7 +263,7 @@ __global__ void __launch_bounds__(ShrinkDispatchRoles::kThreads, 1)
     if (blockIdx.x == 0) post_to_members(by, hand);
     if (blockIdx.x == gridDim.x - 1) publish_newest_by_last_warp(s.team);
     if (await_agreement(s, hand, epoch, by) && members_have_room(p, by)) {
-      run_dispatch_roles(p, by, epoch);
+      run_pair_roles(p, by, epoch);
       confirm_membership(s);
     }
   }

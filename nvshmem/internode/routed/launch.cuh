@@ -1,14 +1,13 @@
 // launch.cuh - libdeepep_nvshmem.so: launches of calls with a routing across nodes. Part of normal.cu: what its kernels
 // call is compiled for their registers.
 #pragma once
-#include "cuda/launch/internode.h"
 #include "internode/routed/combine.cuh"
 #include "internode/routed/dispatch.cuh"
+#include "internode/routed/launch_shape.h"
 #include "internode/routed/notify.cuh"
+#include "internode/routed/shrink_launch.cuh"
 
 namespace deepep::internode {
-
-constexpr uint32_t kCountsShared = 40 * 1024;  // of notify's counters: what a kernel gets without opting in
 
 inline cudaError_t load_routed_kernels() {
   cudaFuncAttributes attributes{};
@@ -17,7 +16,7 @@ inline cudaError_t load_routed_kernels() {
   if (error == cudaSuccess) error = cudaFuncGetAttributes(&attributes, deep_ep::internode::dispatch_routed<true>);
   if (error == cudaSuccess) error = cudaFuncGetAttributes(&attributes, deep_ep::internode::combine_routed<false>);
   if (error == cudaSuccess) error = cudaFuncGetAttributes(&attributes, deep_ep::internode::combine_routed<true>);
-  return error;
+  return error == cudaSuccess ? load_routed_shrinking_kernels() : error;
 }
 
 template <bool kExpand>
@@ -55,26 +54,23 @@ namespace deepep {
 
 int32_t internode_routed_notify(dk_notify_params *p, const NotifyParams &n) {
   const Team *team = handle_of<Team>(p->team);
+  if (team->internode->shrink != nullptr) return internode::launch_routed_shrinking(p, n);
   internode::RoutedNodesNotifyParams params{{n}, team->internode->view};
-  const uint32_t experts = n.num_experts, num_ranks = team->view.num_ranks;
-  params.n.warps = kNotifyThreads / kWarp;
-  while (params.n.warps > 1 && routing_counts_bytes(experts, num_ranks, params.n.warps) > internode::kCountsShared)
-    --params.n.warps;
-  const int blocks = min(min(max(1, ceil_div(n.num_tokens, kRoutedNotifyTokens)), kRoutedBlocks), team->own_sms());
-  params.n.share = ceil_div(n.num_tokens, blocks);
-  const uint32_t shared = routing_counts_bytes(experts, num_ranks, params.n.warps);
+  const internode::NotifyShape shape = internode::shape_notify(team, &params.n);
   const OnDevice on(team->device);
-  deep_ep::internode::notify_routed<<<blocks, kNotifyThreads, shared, stream_of(p->stream)>>>(params);
+  deep_ep::internode::notify_routed<<<shape.blocks, kNotifyThreads, shape.shared, stream_of(p->stream)>>>(params);
   return launched(p);
 }
 
 inline int32_t launch_routed_dispatch(dk_dispatch_params *p, const DispatchParams &d, int blocks) {
+  if (handle_of<Team>(p->team)->internode->shrink != nullptr) return internode::launch_routed_shrinking(p, d, blocks);
   return p->routing == DK_ROUTING_EXPANDED ? internode::launch_dispatch<true>(p, d, blocks)
                                            : internode::launch_dispatch<false>(p, d, blocks);
 }
 
 inline int32_t launch_routed_combine(dk_combine_params *p, const CombineParams &c, int blocks) {
   if (p->num_recv_tokens > 0 && (p->recv_src_metadata == 0 || p->num_max_tokens <= 0)) return DK_EINVAL;
+  if (handle_of<Team>(p->team)->internode->shrink != nullptr) return internode::launch_routed_shrinking(p, c, blocks);
   return p->routing == DK_ROUTING_EXPANDED ? internode::launch_combine<true>(p, c, blocks)
                                            : internode::launch_combine<false>(p, c, blocks);
 }
