@@ -375,9 +375,9 @@ _TABLE: list[tuple[str, str, tuple[str, ...], Run]] = [
 
 
 SUITES = {name: Suite(name, title, needs, run) for name, title, needs, run in _TABLE}
-USUAL = [
+USUAL = [  # what the emulated and the GPU libraries' suites build, later suites use where it is there
     *("lint", "abi", "go-core", "go-capi", "go-race-share", "fuzz", "kernels", "sanitized-share", "mutants"),
-    *("header", "capi", "examples", "python", "faults", "gpu-build", "emulated", "packaging"),
+    *("header", "capi", "examples", "emulated", "gpu-build", "python", "faults", "packaging"),
 ]
 FULL = [*USUAL, "go-race", "python-nodes", "python-ctypes", "mutants-emulated", "aarch64", "releases"]
 GPU = ["kernels-gpu", "kernels-sm80", "python-gpu", "examples-gpu"]
