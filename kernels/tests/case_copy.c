@@ -11,10 +11,17 @@ static const struct team_spec copies = {.flags = DK_TEAM_NORMAL_COPY};
 #define CASE(name, ranks, weight) \
   {"copy/" name, rerun_on_nodes, ranks, &(const struct rerun){name, &copies}, weight, DK_CAP_NORMAL_COPY, 0}
 
-/* Where the first of this rank's rows for a rank is packed. */
-static uint64_t outbox(const struct team *t, int to) {
-  uint64_t half = t->nvl_bytes / 2 / 128 * 128, each = half / (uint64_t)t->me->count / 128 * 128;
-  return t->block->at[t->me->index] + t->nvl_offset + half + (uint64_t)to * each;
+/* Bytes of the second half of the nvl region that belong to one rank, and where they begin in this rank's block. */
+static uint64_t outbox_bytes(const struct team *t) {
+  return t->nvl_bytes / 2 / 128 * 128 / (uint64_t)t->me->count / 128 * 128;
+}
+static uint64_t outbox(const struct team *t, int rank) {
+  return t->block->at[t->me->index] + t->nvl_offset + t->nvl_bytes / 2 / 128 * 128 + (uint64_t)rank * outbox_bytes(t);
+}
+
+static struct team *copying_team(struct rank *me, uint64_t nvl_bytes) {
+  struct team_spec place = {.nvl_bytes = nvl_bytes, .flags = DK_TEAM_NORMAL_COPY, .trace = -1};
+  return make_team(me, &place);
 }
 
 static void wipe(struct team *t) {
@@ -56,8 +63,7 @@ static void ways(struct rank *me) {
   const struct way *way = me->test->arg;
   struct normal_spec spec = way->spec;
   spec.experts *= me->count;
-  struct team_spec place = {.nvl_bytes = way->nvl_bytes, .flags = DK_TEAM_NORMAL_COPY, .trace = -1};
-  struct team *t = make_team(me, &place);
+  struct team *t = copying_team(me, way->nvl_bytes);
   for (uint64_t round = 0; round < 3; round++) {
     struct mark mark = set_mark(me);
     struct normal *n = make_normal(t, &spec, settings.seed + round);
@@ -85,15 +91,32 @@ static const struct way usual = {{SPEC}, 1 << 20, true, true}, scaled = {{SPEC, 
                         in_segment = {{SPEC, .segment = true}, 1 << 20, true, true},
                         crowded = {{SPEC}, 1 << 16, false, false};
 
+/* `spec` is filled in, and lives as long as what comes back. */
+static struct normal *usual_dispatch(struct rank *me, struct normal_spec *spec) {
+  *spec = usual.spec;
+  spec->experts *= me->count;
+  struct normal *n = make_normal(copying_team(me, 1 << 20), spec, settings.seed);
+  dispatch_and_check(n);
+  return n;
+}
+
+/* How many rows the last rank sends to itself, as the matrix has it, changed in place; still ascending. */
+static void change_matrix(struct normal *n, int by) {
+  struct rank *me = n->team->me;
+  int32_t *matrix = n->matrix.host;
+  int last = me->count * me->count - 1;
+  fetch_tensor(me, n->matrix);
+  finish(me);
+  matrix[last] += by;
+  expect(me, matrix[last] >= matrix[last - me->count], "the last rank sends nothing to itself");
+  send_tensor(me, n->matrix);
+}
+
 /* Rank 0 issues a cached dispatch without its exchange, as a handle of a graph has it: its own rows come by SMs, those
  * of the others by copies. */
 static void each_for_itself(struct rank *me) {
-  struct normal_spec spec = usual.spec;
-  spec.experts *= me->count;
-  struct team_spec place = {.nvl_bytes = 1 << 20, .flags = DK_TEAM_NORMAL_COPY, .trace = -1};
-  struct team *t = make_team(me, &place);
-  struct normal *n = make_normal(t, &spec, settings.seed);
-  dispatch_and_check(n);
+  struct normal_spec spec;
+  struct normal *n = usual_dispatch(me, &spec);
   for (uint64_t round = 0; round < 4; round++) {
     new_payload(n, round + 9);
     dk_dispatch_params p = dispatch_params(n, DK_DISPATCH_CACHED);
@@ -107,8 +130,7 @@ static void each_for_itself(struct rank *me) {
 static void forgotten(struct rank *me) {
   struct normal_spec spec = {.tokens = 4, .experts = 1, .topk = 1, .row_bytes = 64, .index_bytes = 8};
   spec.experts *= me->count;
-  struct team_spec place = {.nvl_bytes = 1 << 20, .flags = DK_TEAM_NORMAL_COPY, .trace = -1};
-  struct team *t = make_team(me, &place);
+  struct team *t = copying_team(me, 1 << 20);
   struct normal *old = make_normal(t, &spec, 1);
   dispatch_and_check(old);
   for (uint64_t i = 0; i < 256; i++) {
@@ -129,24 +151,13 @@ static void forgotten(struct rank *me) {
 
 /* The matrix of a handle was changed after its exchange: refused on every rank, and the next call is right. */
 static void changed_matrix(struct rank *me) {
-  struct normal_spec spec = usual.spec;
-  spec.experts *= me->count;
-  struct team_spec place = {.nvl_bytes = 1 << 20, .flags = DK_TEAM_NORMAL_COPY, .trace = -1};
-  struct team *t = make_team(me, &place);
-  struct normal *n = make_normal(t, &spec, settings.seed);
-  dispatch_and_check(n);
-  int32_t *matrix = n->matrix.host;
-  fetch_tensor(me, n->matrix);
-  finish(me);
-  int last = me->count * me->count - 1;
-  matrix[last]--; /* still ascending, or the case says less than it should */
-  expect(me, matrix[last] >= matrix[last - me->count], "the last rank sends nothing to itself");
-  send_tensor(me, n->matrix);
+  struct normal_spec spec;
+  struct normal *n = usual_dispatch(me, &spec);
+  change_matrix(n, -1);
   run_dispatch(n, DK_DISPATCH_CACHED);
   finish(me);
-  expect_refusal(t, DK_EINVAL, DK_OP_DISPATCH, -2, DK_FIELD_PREFIX_MATRIX);
-  matrix[last]++;
-  send_tensor(me, n->matrix);
+  expect_refusal(n->team, DK_EINVAL, DK_OP_DISPATCH, -2, DK_FIELD_PREFIX_MATRIX);
+  change_matrix(n, 1);
   new_payload(n, 8);
   run_dispatch(n, DK_DISPATCH_CACHED);
   check_dispatch(n, DK_DISPATCH_CACHED);
@@ -154,8 +165,7 @@ static void changed_matrix(struct rank *me) {
 
 /* Where rows of a combine from a rank arrive. */
 static uint64_t inbox(const struct team *t, int from, int which) {
-  uint64_t half = t->nvl_bytes / 2 / 128 * 128, each = half / (uint64_t)t->me->count / 128 * 128;
-  return outbox(t, from) + (uint64_t)which * (each / 2 / 128 * 128);
+  return outbox(t, from) + (uint64_t)which * (outbox_bytes(t) / 2 / 128 * 128);
 }
 
 /* In which inbox the rows for this rank arrived; -1: in none. */
@@ -183,11 +193,6 @@ static int pushed(struct normal *n, uint64_t row_bytes) {
          others);
   expect(me, !found[0] || !found[1], "rows are in both inboxes");
   return found[0] ? 0 : found[1] ? 1 : -1;
-}
-
-static struct team *copying_team(struct rank *me, uint64_t nvl_bytes) {
-  struct team_spec place = {.nvl_bytes = nvl_bytes, .flags = DK_TEAM_NORMAL_COPY, .trace = -1};
-  return make_team(me, &place);
 }
 
 struct back {
@@ -221,11 +226,8 @@ static void ways_back(struct rank *me) {
 
 /* Rank 0 does not say that the exchange is the team's: its rows go by SMs, those of the others by copies. */
 static void each_sender_for_itself(struct rank *me) {
-  struct normal_spec spec = usual.spec;
-  spec.experts *= me->count;
-  struct team *t = copying_team(me, 1 << 20);
-  struct normal *n = make_normal(t, &spec, settings.seed);
-  dispatch_and_check(n);
+  struct normal_spec spec;
+  struct normal *n = usual_dispatch(me, &spec);
   for (uint64_t round = 0; round < 4; round++) {
     struct combine *c = make_combine(n, &(const struct combine_spec){.hidden = 256, .weights = true}, round);
     dk_combine_params p = combine_params(c);
@@ -237,23 +239,14 @@ static void each_sender_for_itself(struct rank *me) {
 
 /* As changed_matrix. */
 static void changed_before_combine(struct rank *me) {
-  struct normal_spec spec = usual.spec;
-  spec.experts *= me->count;
-  struct team *t = copying_team(me, 1 << 20);
-  struct normal *n = make_normal(t, &spec, settings.seed);
-  dispatch_and_check(n);
+  struct normal_spec spec;
+  struct normal *n = usual_dispatch(me, &spec);
   struct combine *c = make_combine(n, &(const struct combine_spec){.hidden = 256}, 3);
-  int32_t *matrix = n->matrix.host;
-  fetch_tensor(me, n->matrix);
-  finish(me);
-  int last = me->count * me->count - 1;
-  matrix[last]--;
-  send_tensor(me, n->matrix);
+  change_matrix(n, -1);
   run_combine(c);
   finish(me);
-  expect_refusal(t, DK_EINVAL, DK_OP_COMBINE, -2, DK_FIELD_PREFIX_MATRIX);
-  matrix[last]++;
-  send_tensor(me, n->matrix);
+  expect_refusal(n->team, DK_EINVAL, DK_OP_COMBINE, -2, DK_FIELD_PREFIX_MATRIX);
+  change_matrix(n, 1);
   run_combine(c);
   check_combine(c);
 }
@@ -261,11 +254,9 @@ static void changed_before_combine(struct rank *me) {
 /* Rank 0's combine fails while rank 1 is late: what copies bring after that would be in rows that rank 1 reads, so rank
  * 1's combine fails, too, although all it needs is there. */
 static void failed_sender(struct rank *me) {
-  struct normal_spec spec = usual.spec;
-  spec.experts *= me->count;
-  struct team *t = copying_team(me, 1 << 20);
-  struct normal *n = make_normal(t, &spec, settings.seed);
-  dispatch_and_check(n);
+  struct normal_spec spec;
+  struct normal *n = usual_dispatch(me, &spec);
+  struct team *t = n->team;
   struct combine *c = make_combine(n, &(const struct combine_spec){.hidden = 256}, 3);
   run_combine(c);
   check_combine(c);
