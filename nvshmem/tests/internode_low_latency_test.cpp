@@ -3,6 +3,7 @@
 // Random groups, shapes, routings and formats. Each rank runs its steps as far ahead of the others as the kernels let
 // it; the network delays every put, reads its source at delivery, and keeps only the order that kernels rely on.
 #include "network.h"
+#include "transport_on_host.h"
 
 #include <algorithm>
 #include <cmath>
@@ -11,27 +12,10 @@
 #include <random>
 
 #include "internode/low_latency/params.h"
-#include "internode/mask.cuh"
 
 namespace deep_ep::internode_ll {
 alignas(16) thread_local uint64_t calls[2048];  // dynamic shared memory of a block
 }
-namespace deepep::internode {
-void put_by_warp(void *to, const void *from, uint32_t bytes, uint64_t *word, uint64_t value, int rank) {
-  __syncwarp();
-  if (lane_id() == 0) emulate::put(to, from, bytes, word, value, rank);
-  __syncwarp();
-}
-void signal_by_thread(uint64_t *word, uint64_t value, int rank) {
-  emulate::put(nullptr, nullptr, 0, word, value, rank);
-}
-void get_by_thread(uint64_t *to, const uint64_t *from, int words, int rank) {
-  emulate::get(to, from, static_cast<size_t>(words), rank);
-}
-void quiet_by_thread() {
-  while (emulate::puts_under_way()) emulate::step();
-}
-}  // namespace deepep::internode
 using namespace deepep;
 using namespace deepep::internode;
 

@@ -8,31 +8,15 @@
 // ranks' rows.
 #include "routed_cases.h"
 
-#include "internode/mask.cuh"
 #include "internode/normal/shrink_notify.cuh"
 #include "internode/routed/shrink_combine.cuh"
 #include "internode/routed/shrink_dispatch.cuh"
 #include "internode/routed/shrink_notify.cuh"
+#include "lost_ranks.h"
 
 namespace deep_ep::internode {
 thread_local uint8_t shared[64 * 1024];  // dynamic shared memory of a block
 }
-namespace deepep::internode {
-void put_by_warp(void *to, const void *from, uint32_t bytes, uint64_t *word, uint64_t value, int rank) {
-  __syncwarp();
-  if (lane_id() == 0) emulate::put(to, from, bytes, word, value, rank);
-  __syncwarp();
-}
-void signal_by_thread(uint64_t *word, uint64_t value, int rank) {
-  emulate::put(nullptr, nullptr, 0, word, value, rank);
-}
-void get_by_thread(uint64_t *to, const uint64_t *from, int words, int rank) {
-  emulate::get(to, from, static_cast<size_t>(words), rank);
-}
-void quiet_by_thread() {
-  while (emulate::puts_under_way()) emulate::step();
-}
-}  // namespace deepep::internode
 using namespace deepep;
 using namespace deepep::internode;
 
@@ -82,39 +66,6 @@ void combine(World &w, int gone = -1, bool sure = false) {
   combine(w, ShrinkCombineRoles::kThreads, [&](int me) { run_combine(w, me); }, gone, sure);
 }
 
-void barrier(World &w) {
-  for (Rank &r : w.ranks) r.grid = 1;
-  w.launch("barrier", 256, [&](int me) {
-    const Rank &r = w.ranks[me];
-    ShrinkBarrierParams p{w.session(me, DK_OP_BARRIER), r.internode, r.shrink, 1};
-    internode_shrinking_barrier_kernel(p);
-  });
-}
-
-void mask(World &w, int32_t what, int rank, const std::vector<bool> &by) {
-  const std::vector<bool> before = w.in;
-  w.in = by;
-  for (Rank &r : w.ranks) r.grid = 1;
-  w.launch("mask", 128, [&](int me) {
-    MaskParams m{};
-    m.session = w.session(me, DK_OP_MASK);
-    m.what = what;
-    m.rank = rank;
-    m.value = 1;
-    ShrinkMaskParams p{m, w.ranks[me].internode, w.ranks[me].shrink};
-    internode_shrinking_mask_kernel(p);
-  });
-  w.in = before;
-}
-
-// All that take part have masked those that do not, and none else.
-void check_masks(const World &w) {
-  for (int me = 0; me < w.c.ranks(); ++me)
-    for (int r = 0; w.in[me] && r < w.c.ranks(); ++r)
-      check((w.ranks[me].scratch->masked[r] != 0) == !w.in[r], "masked", me, r, w.ranks[me].scratch->masked[r],
-            !w.in[r]);
-}
-
 void round_trip(World &w) {
   make_inputs(w);
   notify(w);
@@ -123,56 +74,6 @@ void round_trip(World &w) {
   fill_payload(w);
   dispatch(w, true);
 }
-
-// Every rank lifts its masks, in any order, and they meet in a barrier.
-void take_back(World &w, int gone) {
-  w.lost = -1;
-  w.in[gone] = true;
-  w.ranks[gone].scratch->sticky = w.ranks[gone].scratch->failed = 0;
-  for (int i = 0, first = pick(0, w.c.ranks() - 1); i < w.c.ranks(); ++i) {
-    std::vector<bool> one(static_cast<size_t>(w.c.ranks()), false);
-    const int by = (first + i) % w.c.ranks();
-    if (w.ranks[gone].status.dead[by] != 0) continue;
-    one[by] = true;
-    mask(w, DK_MASK_CLEAN, 0, one);
-  }
-  (void)w.refusal(gone);
-  barrier(w);
-  check_masks(w);
-}
-
-void expect_left_out(World &w, int gone) {
-  const dk_failure f = w.refusal(gone);
-  check(w.ranks[gone].scratch->sticky == 0, "failure of a rank that is left out", gone, w.ranks[gone].status.failure.op,
-        w.ranks[gone].scratch->sticky, 0);
-  check(f.code == DK_ESTATE && f.field == DK_FIELD_MASKED && f.peer >= 0 && w.in[f.peer], "refusal of a rank left out",
-        gone, f.op, f.code, DK_ESTATE);
-}
-
-// How a rank is lost: from so many looks at it on; late: only for a while; known: the host tells that it is dead, after
-// as many looks again.
-struct Loss {
-  int rank;
-  int64_t after, looks = 0;
-  bool late, known;
-};
-void lose_rank(World &w, Loss &loss) {
-  w.lost = loss.rank;
-  const int64_t pause = static_cast<int64_t>(w.timeout_ns / 1000);  // turns of all blocks: more than every limit
-  w.watch([&w, &loss, pause](int rank) {
-    if (rank != loss.rank) {
-      if (loss.known && loss.looks > loss.after)
-        for (Rank &r : w.ranks) r.status.dead[loss.rank] = 1;
-      return emulate::Life::runs;
-    }
-    const int64_t looks = ++loss.looks;
-    if (looks <= loss.after) return emulate::Life::runs;
-    if (!loss.late) return emulate::Life::is_dead;
-    return looks < loss.after + 8 * pause ? emulate::Life::pauses : emulate::Life::runs;
-  });
-}
-
-enum Moment { kNotify, kDispatch, kCached, kCombine, kBarrier, kNumMoments };
 
 // The call in which a rank is lost. Survivors' results are whole but for the lost rank's rows.
 void lose_in_call(World &w, Moment moment, Loss &loss) {
@@ -188,46 +89,6 @@ void lose_in_call(World &w, Moment moment, Loss &loss) {
   if (moment == kCombine) combine(w, loss.rank);
   if (moment == kBarrier) barrier(w);
   w.lives_on();
-}
-
-void lost_in_a_call(World &w) {
-  const Moment moment = static_cast<Moment>(pick(0, kNumMoments - 1));
-  Loss loss{pick(0, w.c.ranks() - 1), pick(0, 3) == 0 ? 0 : pick(1, toss() ? 12 : 120), 0, toss(), toss()};
-  if (loss.late) loss.known = false;
-  w.timeout_ns = 12000000;
-  lose_in_call(w, moment, loss);
-  const bool was_lost = loss.looks > loss.after;  // else the call had ended before
-  if (was_lost && !loss.late) {
-    w.in[loss.rank] = false;
-    w.lost = -1;
-  }
-  // The next call finds out who is lost, if that one has not. A late rank may have come in time.
-  const std::vector<bool> before = w.in;
-  if (was_lost && loss.late) {
-    bool masked = false;
-    for (int r = 0; r < w.c.ranks(); ++r) masked |= r != loss.rank && w.ranks[r].scratch->masked[loss.rank] != 0;
-    if (masked) {
-      w.in[loss.rank] = false;
-      (void)w.refusal(loss.rank);
-      barrier(w);  // the late rank takes part in no call any more
-      expect_left_out(w, loss.rank);
-    }
-  }
-  w.lost = -1;
-  w.timeout_ns = 40000000;
-  if (!w.in[loss.rank]) barrier(w);
-  check_masks(w);
-  round_trip(w);
-  if (loss.late && !w.in[loss.rank]) {
-    take_back(w, loss.rank);
-    round_trip(w);
-  }
-  const char *const names[] = {"notify", "dispatch", "cached dispatch", "combine", "barrier"};
-  printf("%d x %d ranks: rank %d %s in %s after %lld turns%s: ok\n", w.c.nodes, w.c.peers, loss.rank,
-         !was_lost   ? "is there"
-         : loss.late ? "late"
-                     : "dies",
-         names[moment], static_cast<long long>(loss.after), loss.known ? ", which the host tells" : "");
 }
 
 // The caller of one rank masks another: all leave it out. In a handle of before its rows are zeros.
@@ -350,7 +211,7 @@ int main(int argc, char **argv) {
     else if (scene == 2)
       changed_handle(w);
     else
-      lost_in_a_call(w);
+      lost_in_a_call(w, lose_in_call, round_trip);
     w.lives_on();
     emulate::stop_network();
   }

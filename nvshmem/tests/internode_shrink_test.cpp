@@ -5,14 +5,11 @@
 //   internode_shrink_test heads SEED
 //   internode_shrink_test dump FILE SEED NODES PEERS LOST
 // The network delays every put. Sums are compared bit for bit with those of nodes that add their own ranks' rows.
-#include "network.h"
+#include "lost_ranks.h"
 
-#include <cstdio>
 #include <memory>
-#include <random>
 #include <set>
 
-#include "internode/mask.cuh"
 #include "internode/normal/shrink_combine.cuh"
 #include "internode/normal/shrink_dispatch.cuh"
 #include "internode/normal/shrink_notify.cuh"
@@ -20,30 +17,10 @@
 namespace deep_ep::internode {
 thread_local uint8_t shared[32 * 1024];  // dynamic shared memory of a block
 }
-namespace deepep::internode {
-void put_by_warp(void *to, const void *from, uint32_t bytes, uint64_t *word, uint64_t value, int rank) {
-  __syncwarp();
-  if (lane_id() == 0) emulate::put(to, from, bytes, word, value, rank);
-  __syncwarp();
-}
-void signal_by_thread(uint64_t *word, uint64_t value, int rank) {
-  emulate::put(nullptr, nullptr, 0, word, value, rank);
-}
-void get_by_thread(uint64_t *to, const uint64_t *from, int words, int rank) {
-  emulate::get(to, from, static_cast<size_t>(words), rank);
-}
-void quiet_by_thread() {
-  while (emulate::puts_under_way()) emulate::step();
-}
-}  // namespace deepep::internode
 using namespace deepep;
 using namespace deepep::internode;
 
 namespace {
-
-std::mt19937_64 random_number;
-int pick(int low, int high) { return low + static_cast<int>(random_number() % static_cast<uint64_t>(high - low + 1)); }
-bool toss() { return pick(0, 1) == 1; }
 
 struct Case {
   int nodes, peers, hidden, topk, local_experts, num_scales, index_bytes;
@@ -71,18 +48,6 @@ struct Rank {
   std::vector<uint16_t> y, combined;
   std::vector<float> sums;
 };
-
-uint8_t *aligned(std::vector<uint8_t> &memory) {
-  return reinterpret_cast<uint8_t *>((reinterpret_cast<uintptr_t>(memory.data()) + 4095) & ~uintptr_t{4095});
-}
-
-[[noreturn]] void wrong(const char *what, int rank, int64_t at, double got, double want) {
-  fprintf(stderr, "rank %d: %s[%lld] is %g instead of %g\n", rank, what, static_cast<long long>(at), got, want);
-  quick_exit(1);
-}
-void check(bool good, const char *what, int rank, int64_t at, double got, double want) {
-  if (!good) wrong(what, rank, at, got, want);
-}
 
 struct World {
   Case c;
@@ -186,18 +151,6 @@ struct World {
       memset(r.team.self + r.team.nvl, 0xa5, c.nvl + c.rdma);  // callers may overwrite it between calls
   }
 };
-
-uint16_t to_bf16(float v) {
-  uint32_t bits;
-  memcpy(&bits, &v, 4);
-  return static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
-}
-float from_bf16(uint16_t v) {
-  const uint32_t bits = static_cast<uint32_t>(v) << 16;
-  float f;
-  memcpy(&f, &bits, 4);
-  return f;
-}
 
 void make_inputs(World &w) {
   const Case &c = w.c;
@@ -485,39 +438,6 @@ void check_combine(World &w, bool biased, int gone = -1, bool sure = false) {
   }
 }
 
-void barrier(World &w) {
-  for (Rank &r : w.ranks) r.grid = 1;
-  w.launch("barrier", 256, [&](int me) {
-    const Rank &r = w.ranks[me];
-    ShrinkBarrierParams p{w.session(me, DK_OP_BARRIER), r.internode, r.shrink, 1};
-    internode_shrinking_barrier_kernel(p);
-  });
-}
-
-void mask(World &w, int32_t what, int rank, const std::vector<bool> &by) {
-  const std::vector<bool> before = w.in;
-  w.in = by;
-  for (Rank &r : w.ranks) r.grid = 1;
-  w.launch("mask", 128, [&](int me) {
-    MaskParams m{};
-    m.session = w.session(me, DK_OP_MASK);
-    m.what = what;
-    m.rank = rank;
-    m.value = 1;
-    ShrinkMaskParams p{m, w.ranks[me].internode, w.ranks[me].shrink};
-    internode_shrinking_mask_kernel(p);
-  });
-  w.in = before;
-}
-
-// All that take part have masked those that do not, and none else.
-void check_masks(const World &w) {
-  for (int me = 0; me < w.c.ranks(); ++me)
-    for (int r = 0; w.in[me] && r < w.c.ranks(); ++r)
-      check((w.ranks[me].scratch->masked[r] != 0) == !w.in[r], "masked", me, r, w.ranks[me].scratch->masked[r],
-            !w.in[r]);
-}
-
 void round_trip(World &w) {
   make_inputs(w);
   run_notify(w);
@@ -530,56 +450,6 @@ void round_trip(World &w) {
   run_dispatch(w, true);
   check_dispatch(w, true);
 }
-
-// Every rank lifts its masks, in any order, and they meet in a barrier.
-void take_back(World &w, int gone) {
-  w.lost = -1;
-  w.in[gone] = true;
-  w.ranks[gone].scratch->sticky = w.ranks[gone].scratch->failed = 0;
-  for (int i = 0, first = pick(0, w.c.ranks() - 1); i < w.c.ranks(); ++i) {
-    std::vector<bool> one(static_cast<size_t>(w.c.ranks()), false);
-    const int by = (first + i) % w.c.ranks();
-    if (w.ranks[gone].status.dead[by] != 0) continue;
-    one[by] = true;
-    mask(w, DK_MASK_CLEAN, 0, one);
-  }
-  (void)w.refusal(gone);
-  barrier(w);
-  check_masks(w);
-}
-
-void expect_left_out(World &w, int gone) {
-  const dk_failure f = w.refusal(gone);
-  check(w.ranks[gone].scratch->sticky == 0, "failure of a rank that is left out", gone, w.ranks[gone].status.failure.op,
-        w.ranks[gone].scratch->sticky, 0);
-  check(f.code == DK_ESTATE && f.field == DK_FIELD_MASKED && f.peer >= 0 && w.in[f.peer], "refusal of a rank left out",
-        gone, f.op, f.code, DK_ESTATE);
-}
-
-// How a rank is lost: from so many looks at it on; late: only for a while; known: the host tells that it is dead, after
-// as many looks again.
-struct Loss {
-  int rank;
-  int64_t after, looks = 0;
-  bool late, known;
-};
-void lose_rank(World &w, Loss &loss) {
-  w.lost = loss.rank;
-  const int64_t pause = static_cast<int64_t>(w.timeout_ns / 1000);  // turns of all blocks: more than every limit
-  w.watch([&w, &loss, pause](int rank) {
-    if (rank != loss.rank) {
-      if (loss.known && loss.looks > loss.after)
-        for (Rank &r : w.ranks) r.status.dead[loss.rank] = 1;
-      return emulate::Life::runs;
-    }
-    const int64_t looks = ++loss.looks;
-    if (looks <= loss.after) return emulate::Life::runs;
-    if (!loss.late) return emulate::Life::is_dead;
-    return looks < loss.after + 8 * pause ? emulate::Life::pauses : emulate::Life::runs;
-  });
-}
-
-enum Moment { kNotify, kDispatch, kCached, kCombine, kBarrier, kNumMoments };
 
 // The call in which a rank is lost. Survivors' results are whole but for the lost rank's rows.
 void lose_in_call(World &w, Moment moment, Loss &loss) {
@@ -595,46 +465,6 @@ void lose_in_call(World &w, Moment moment, Loss &loss) {
   w.lives_on();
   if (moment == kDispatch || moment == kCached) check_dispatch(w, moment == kCached, loss.rank);
   if (moment == kCombine) check_combine(w, biased, loss.rank);
-}
-
-void lost_in_a_call(World &w) {
-  const Moment moment = static_cast<Moment>(pick(0, kNumMoments - 1));
-  Loss loss{pick(0, w.c.ranks() - 1), pick(0, 3) == 0 ? 0 : pick(1, toss() ? 12 : 120), 0, toss(), toss()};
-  if (loss.late) loss.known = false;
-  w.timeout_ns = 12000000;
-  lose_in_call(w, moment, loss);
-  const bool was_lost = loss.looks > loss.after;  // else the call had ended before
-  if (was_lost && !loss.late) {
-    w.in[loss.rank] = false;
-    w.lost = -1;
-  }
-  // The next call finds out who is lost, if that one has not. A late rank may have come in time.
-  const std::vector<bool> before = w.in;
-  if (was_lost && loss.late) {
-    bool masked = false;
-    for (int r = 0; r < w.c.ranks(); ++r) masked |= r != loss.rank && w.ranks[r].scratch->masked[loss.rank] != 0;
-    if (masked) {
-      w.in[loss.rank] = false;
-      (void)w.refusal(loss.rank);
-      barrier(w);  // the late rank takes part in no call any more
-      expect_left_out(w, loss.rank);
-    }
-  }
-  w.lost = -1;
-  w.timeout_ns = 40000000;
-  if (!w.in[loss.rank]) barrier(w);
-  check_masks(w);
-  round_trip(w);
-  if (loss.late && !w.in[loss.rank]) {
-    take_back(w, loss.rank);
-    round_trip(w);
-  }
-  const char *const names[] = {"notify", "dispatch", "cached dispatch", "combine", "barrier"};
-  printf("%d x %d ranks: rank %d %s in %s after %lld turns%s: ok\n", w.c.nodes, w.c.peers, loss.rank,
-         !was_lost   ? "is there"
-         : loss.late ? "late"
-                     : "dies",
-         names[moment], static_cast<long long>(loss.after), loss.known ? ", which the host tells" : "");
 }
 
 // The caller of one rank masks another: all leave it out. A handle of before has rows of zeros for it.
@@ -805,7 +635,7 @@ int main(int argc, char **argv) {
     else if (pick(0, 2) == 0)
       masked_by_caller(w);
     else
-      lost_in_a_call(w);
+      lost_in_a_call(w, lose_in_call, round_trip);
     w.lives_on();
     emulate::stop_network();
   }

@@ -5,9 +5,9 @@
 #include "network.h"
 
 #include <cmath>
-#include <cstdio>
 #include <memory>
-#include <random>
+
+#include "checks.h"
 
 #include "internode/normal/combine.cuh"
 #include "internode/normal/dispatch.cuh"
@@ -20,9 +20,6 @@ using namespace deepep;
 using namespace deepep::internode;
 
 namespace {
-
-std::mt19937_64 random_number;
-int pick(int low, int high) { return low + static_cast<int>(random_number() % static_cast<uint64_t>(high - low + 1)); }
 
 struct Case {
   int nodes, peers, hidden, topk, local_experts, num_scales, index_bytes;
@@ -48,10 +45,6 @@ struct Rank {
   std::vector<uint16_t> y, combined;
   std::vector<float> sums;
 };
-
-uint8_t *aligned(std::vector<uint8_t> &memory) {
-  return reinterpret_cast<uint8_t *>((reinterpret_cast<uintptr_t>(memory.data()) + 4095) & ~uintptr_t{4095});
-}
 
 struct World {
   Case c;
@@ -118,25 +111,6 @@ struct World {
              r.team.rdma + c.rdma - r.team.nvl);  // callers may overwrite it between calls
   }
 };
-
-[[noreturn]] void wrong(const char *what, int rank, int64_t at, double got, double want) {
-  fprintf(stderr, "rank %d: %s[%lld] is %g instead of %g\n", rank, what, static_cast<long long>(at), got, want);
-  quick_exit(1);
-}
-void check(bool good, const char *what, int rank, int64_t at, double got, double want) {
-  if (!good) wrong(what, rank, at, got, want);
-}
-uint16_t to_bf16(float v) {
-  uint32_t bits;
-  memcpy(&bits, &v, 4);
-  return static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
-}
-float from_bf16(uint16_t v) {
-  const uint32_t bits = static_cast<uint32_t>(v) << 16;
-  float f;
-  memcpy(&f, &bits, 4);
-  return f;
-}
 
 // tokens: of each rank, which all go to every rank; 0: at random.
 void make_inputs(World &w, int tokens = 0) {

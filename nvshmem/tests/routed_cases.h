@@ -2,11 +2,10 @@
 // calls, and what should come of them, in plain loops in the order of the contract. In teams that shrink some ranks
 // take no part, and another one may be lost in a call.
 #pragma once
+#include "checks.h"
 #include "network.h"
 
-#include <cstdio>
 #include <memory>
-#include <random>
 
 #include "internode/routed/combine.cuh"
 #include "internode/routed/dispatch.cuh"
@@ -14,12 +13,6 @@
 #include "internode/shrink_layout.h"
 
 namespace deepep::internode {
-
-inline std::mt19937_64 random_number;
-inline int pick(int low, int high) {
-  return low + static_cast<int>(random_number() % static_cast<uint64_t>(high - low + 1));
-}
-inline bool toss() { return pick(0, 1) == 1; }
 
 struct Case {
   int nodes = 2, peers = 2, hidden = 64, topk = 2, local_experts = 2, num_scales = 0, index_bytes = 8;
@@ -59,17 +52,6 @@ struct Rank {
   int expanded = 0, capacity = 0, room = 0;
 };
 
-inline uint8_t *aligned(std::vector<uint8_t> &memory) {
-  return reinterpret_cast<uint8_t *>((reinterpret_cast<uintptr_t>(memory.data()) + 4095) & ~uintptr_t{4095});
-}
-
-[[noreturn]] inline void wrong(const char *what, int rank, int64_t at, double got, double want) {
-  fprintf(stderr, "rank %d: %s[%lld] is %g instead of %g\n", rank, what, static_cast<long long>(at), got, want);
-  quick_exit(1);
-}
-inline void check(bool good, const char *what, int rank, int64_t at, double got, double want) {
-  if (!good) wrong(what, rank, at, got, want);
-}
 inline void expect(const char *what, int rank, int64_t at, double got, double want) {
   check(got == want, what, rank, at, got, want);
 }
@@ -203,17 +185,6 @@ struct World {
   }
 };
 
-inline uint16_t to_bf16(float v) {
-  uint32_t bits;
-  memcpy(&bits, &v, 4);
-  return static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
-}
-inline float from_bf16(uint16_t v) {
-  const uint32_t bits = static_cast<uint32_t>(v) << 16;
-  float f;
-  memcpy(&f, &bits, 4);
-  return f;
-}
 // Every fourth is large, so that another order of a sum gives other bits.
 inline uint16_t random_bf16() {
   static const uint16_t swallow[3] = {0x4c00, 0x3fc0, 0xcc00};  // 2^25, 1.5, -2^25
