@@ -276,8 +276,8 @@ __device__ inline void serve_pairs(const PutPost &by, int patience, int first, i
   const Session &s = by.s;
   uint64_t start = 0;
   uint32_t polls = 0, reason = 0;
-  int limits =
-      0;  // time limits that a wait for other warps has lasted: a rank that was stopped is not over all at once
+  // Time limits that a wait for other warps has lasted: a rank that was stopped is not over all at once.
+  int limits = 0;
   bool for_own = false;
   for (;;) {
     bool moved = false, open = false;

@@ -158,10 +158,14 @@ __device__ inline void take_pair_row(const ShrinkDispatchParams &p, const uint8_
   }
 }
 
-// A row of a rank that takes no part (any more). Its token is made up.
-__device__ __noinline__ inline void blank_row(const DispatchParams &d, int64_t row, int number) {
+__device__ inline void zero_recv_row(const DispatchParams &d, int64_t row) {
   auto *to = reinterpret_cast<uint4 *>(d.recv_x() + static_cast<uint64_t>(row) * d.row_bytes);
   for (uint32_t i = lane_id(); i < d.row_bytes / 16; i += kWarp) to[i] = {0, 0, 0, 0};
+}
+
+// A row of a rank that takes no part (any more). Its token is made up.
+__device__ __noinline__ inline void blank_row(const DispatchParams &d, int64_t row, int number) {
+  zero_recv_row(d, row);
   for (int first = 0; first == 0 || has_extras(d, first); first += kWarp)
     store_extras(d, row, RowExtras{-1, 0, {}}, first);
   if (lane_id() == 0 && !d.cached() && d.recv_src_idx() != nullptr) d.recv_src_idx()[row] = number;

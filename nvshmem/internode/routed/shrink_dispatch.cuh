@@ -70,8 +70,7 @@ __device__ inline void blank_pair_row(const RoutedShrinkDispatchParams<kExpand> 
     blank_expanded(p.d, source, number, rows.count, 1);
   } else {
     const int64_t row = static_cast<int64_t>(rows.first) + number;
-    auto *to = reinterpret_cast<uint4 *>(p.d.recv_x() + static_cast<uint64_t>(row) * p.d.row_bytes);
-    for (uint32_t i = lane_id(); i < p.d.row_bytes / 16; i += kWarp) to[i] = {0, 0, 0, 0};
+    zero_recv_row(p.d, row);
     blank_routed(p.d, source, row, number, 1);
   }
 }

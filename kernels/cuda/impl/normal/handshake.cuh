@@ -90,17 +90,24 @@ __device__ inline Handshake notify_handshake(const NotifyParams &p, uint64_t epo
   return hand;
 }
 
+// Rows cross by copies that the host has made by a matrix with this hash, by which so many are this rank's: the handle
+// has to have the same one.
+template <class P>
+__device__ inline void compare_with_copies(const P &p, uint32_t hash, int rows, HandleState &handle) {
+  if (handle.field == DK_FIELD_NONE && handle.hash != hash) {
+    const int n = p.session.team.num_ranks;
+    handle.field = DK_FIELD_PREFIX_MATRIX;
+    handle.expected = rows;
+    handle.seen = p.rank_prefix_matrix()[(n - 1) * n + p.session.team.rank];
+  }
+}
+
 // Whole block. Only a cached dispatch has a handle from the caller; that of another one notify has just written.
 __device__ inline Handshake dispatch_handshake(const DispatchParams &p, uint64_t epoch, const MatrixEntry &early,
                                                const WrongCounts &wrong) {
   HandleState handle{0, DK_FIELD_NONE, 0, 0};
   if (p.cached()) handle = look_at_handle(p.rank_prefix_matrix(), p.session.team, p.num_recv_tokens, early);
-  if (p.pulls() && p.cached() && handle.field == DK_FIELD_NONE && handle.hash != p.pulled_hash) {
-    const int n = p.session.team.num_ranks;
-    handle.field = DK_FIELD_PREFIX_MATRIX;
-    handle.expected = p.pulled_rows;
-    handle.seen = p.rank_prefix_matrix()[(n - 1) * n + p.session.team.rank];
-  }
+  if (p.pulls() && p.cached()) compare_with_copies(p, p.pulled_hash, p.pulled_rows, handle);
   Handshake hand{};
   hand.epoch = epoch;
   hand.mine.hidden_bytes = p.row_bytes;
@@ -128,12 +135,7 @@ __device__ inline Handshake dispatch_handshake(const DispatchParams &p, uint64_t
 template <bool kPushed = false>
 __device__ inline Handshake combine_handshake(const CombineParams &p, uint64_t epoch, const MatrixEntry &early) {
   HandleState handle = look_at_handle(p.rank_prefix_matrix(), p.session.team, p.num_recv_tokens, early);
-  if (kPushed && p.pushes() && handle.field == DK_FIELD_NONE && handle.hash != p.pushed_hash) {
-    const int n = p.session.team.num_ranks;
-    handle.field = DK_FIELD_PREFIX_MATRIX;
-    handle.expected = p.pushed_rows;
-    handle.seen = p.rank_prefix_matrix()[(n - 1) * n + p.session.team.rank];
-  }
+  if (kPushed && p.pushes()) compare_with_copies(p, p.pushed_hash, p.pushed_rows, handle);
   Handshake hand{};
   hand.epoch = epoch;
   hand.mine.hidden_bytes = p.row_bytes;
