@@ -854,7 +854,7 @@ typedef struct deepep_ll_combine_args {
   const float *topk_weights;     /* [in] [T,K] */
   const int32_t *src_info;       /* [in] [L, R*B] of the dispatch */
   const int64_t *layout_range;   /* [in] [L, R] of the dispatch */
-  void *combined_x;              /* [out] [T,H] BF16 */
+  void *combined_x;              /* [out] [T,H] BF16, apart from what the call reads */
   int64_t *wait_recv_cost_stats; /* [inout] [R] += ns waited for that rank, or NULL */
 } deepep_ll_combine_args;
 /* clang-format off */

@@ -310,6 +310,6 @@ type LLCombineArgs struct {
 	TopKWeights       uintptr // [in] float32 [T,K]
 	SrcInfo           uintptr // [in] int32 [L, R*B] of the dispatch
 	LayoutRange       uintptr // [in] int64 [L, R] of the dispatch
-	CombinedX         uintptr // [out] [T,H] BF16
+	CombinedX         uintptr // [out] [T,H] BF16, apart from what the call reads
 	WaitRecvCostStats uintptr // [inout] int64 [R] += ns waited for that rank, or 0
 }

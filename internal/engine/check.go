@@ -36,6 +36,28 @@ func need(all ...given) error {
 	return nil
 }
 
+// tensor is memory that a call reads.
+type tensor struct {
+	name    string
+	address uintptr
+	bytes   uint64
+}
+
+// apart checks that what a call writes lies in none of the tensors that it reads. Empty ones and address 0 lie nowhere.
+func apart(written tensor, read ...tensor) error {
+	for i := range read {
+		r := &read[i]
+		if written.address == 0 || r.address == 0 || written.bytes == 0 || r.bytes == 0 {
+			continue
+		}
+		if uint64(r.address)+r.bytes > uint64(written.address) && uint64(written.address)+written.bytes > uint64(r.address) {
+			return status.InvalidArg(written.name, fmt.Sprintf("%d bytes at %#x, which overlap %s", written.bytes, written.address, r.name),
+				"memory that no argument of the call has")
+		}
+	}
+	return nil
+}
+
 // config returns the caller's configuration, checked, or the default, which leaves the SMs to chooseSMs.
 func (b *Buffer) config(c *Call, kind int) (plan.Config, error) {
 	if c.Config == nil {

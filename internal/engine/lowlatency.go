@@ -113,11 +113,33 @@ func (b *Buffer) LowLatencyCombine(a *op.LLCombineArgs, c *Call) error {
 
 func checkLLCombine(a *op.LLCombineArgs, phases uint32) error {
 	in, send, recv := a.NumTokens > 0, phases&abi.PhaseSend != 0, phases&abi.PhaseRecv != 0
+	if recv {
+		if err := checkCombinedX(a, send); err != nil {
+			return err
+		}
+	}
 	return need(
 		given{"x", a.X, send && a.Flags&op.LLZeroCopy == 0, 16}, given{"topk_idx", a.TopKIdx, in, uintptr(a.IndexType.Size())},
 		given{"topk_weights", a.TopKWeights, in, 4}, given{"src_info", a.SrcInfo, send, 4},
 		given{"layout_range", a.LayoutRange, send, 8}, given{"combined_x", a.CombinedX, in && recv, 16},
 		given{"wait_recv_cost_stats", a.WaitRecvCostStats, false, 8})
+}
+
+// checkCombinedX refuses an output that lies where the call, or its receive half, still reads.
+func checkCombinedX(a *op.LLCombineArgs, send bool) error {
+	tokens, hidden := uint64(max(a.NumTokens, 0)), uint64(a.Hidden)
+	entries := tokens * uint64(a.NumTopK)
+	out := tensor{"combined_x", a.CombinedX, tokens * hidden * 2}
+	err := apart(out, tensor{"topk_idx", a.TopKIdx, entries * uint64(a.IndexType.Size())}, tensor{"topk_weights", a.TopKWeights, entries * 4})
+	if err != nil || !send {
+		return err
+	}
+	rows := uint64(a.NumExperts) * uint64(a.NumMaxTokens) // L * R * B
+	x := tensor{"x", a.X, rows * hidden * 2}
+	if a.Flags&op.LLZeroCopy != 0 {
+		x.address = 0
+	}
+	return apart(out, x, tensor{"src_info", a.SrcInfo, rows * 4}, tensor{"layout_range", a.LayoutRange, uint64(a.NumExperts) * 8})
 }
 
 // half is a low-latency call, or one half of it.

@@ -104,7 +104,7 @@ func TestZeroCopyAlternates(t *testing.T) {
 		seen = append(seen, at)
 		r.must(r.LowLatencyCombine(&op.LLCombineArgs{Phases: 3, Flags: op.LLZeroCopy, NumTokens: 1, NumMaxTokens: 2, Hidden: 128, NumTopK: 1,
 			NumExperts: 1, IndexType: op.Int64, TopKIdx: somewhere, TopKWeights: somewhere, SrcInfo: somewhere, LayoutRange: somewhere,
-			CombinedX: somewhere}, &engine.Call{Stream: r.Info().CommStream, Async: true}))
+			CombinedX: somewhere + 4096}, &engine.Call{Stream: r.Info().CommStream, Async: true}))
 		if trace := r.read(); !strings.HasSuffix(trace, "x+"+strconv.Itoa(int(at&1023))+"\n") {
 			t.Errorf("combine read from elsewhere than %#x: %s", at, trace)
 		}
@@ -121,6 +121,43 @@ func TestZeroCopyAlternates(t *testing.T) {
 	if !errors.Is(err, status.ErrInvalidArgument) || !strings.HasSuffix(err.Error(), "make it with num_rdma_bytes = 2097152") {
 		t.Errorf("headers that do not fit: %v", err)
 	}
+}
+
+// An output that lies where the call reads is refused before anything is launched: kernels would read sums.
+func TestCombinedXLiesInNoInput(t *testing.T) {
+	r := newRig(t)
+	call := &engine.Call{Stream: 1}
+	const far = somewhere + 1<<20
+	inputs := func(at string) *op.LLCombineArgs {
+		a := &op.LLCombineArgs{Phases: 3, NumTokens: 1, NumMaxTokens: 2, Hidden: 128, NumTopK: 1, NumExperts: 1, IndexType: op.Int64,
+			X: far, TopKIdx: far, TopKWeights: far, SrcInfo: far, LayoutRange: far, CombinedX: somewhere}
+		const last = somewhere + 256 - 16 // the output's last bytes
+		switch at {
+		case "x":
+			a.X = last
+		case "topk_idx":
+			a.TopKIdx = last
+		case "topk_weights":
+			a.TopKWeights = last
+		case "src_info":
+			a.SrcInfo = last
+		case "layout_range":
+			a.LayoutRange = last
+		}
+		return a
+	}
+	for _, name := range []string{"x", "topk_idx", "topk_weights", "src_info", "layout_range"} {
+		err := r.LowLatencyCombine(inputs(name), call)
+		if !errors.Is(err, status.ErrInvalidArgument) || !strings.Contains(err.Error(), "combined_x: got 256 bytes") || !strings.Contains(err.Error(), "overlap "+name) {
+			t.Errorf("an output that lies in %s: %v", name, err)
+		}
+	}
+	beside := inputs("")
+	beside.TopKWeights = somewhere + 256
+	r.must(r.LowLatencyCombine(beside, call))
+	zeroCopy := inputs("x") // x is not read
+	zeroCopy.Flags = op.LLZeroCopy
+	r.must(r.LowLatencyCombine(zeroCopy, call))
 }
 
 // What the kernel library cannot do is refused before the call, by the argument's name, with the limit and whose it is.
