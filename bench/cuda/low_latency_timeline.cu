@@ -90,7 +90,7 @@ void show_both(Rank &rank, const char *what) {
 
 void timeline_low_latency(Rank &rank) {
   const Shape &s = rank.world->shape;
-  const Routing routing(s, s.max_tokens, 1, false);
+  const Routing routing(s, std::min(s.tokens, s.max_tokens), 1, false);
   LowLatency a = prepare(s, rank.rank, routing, false);
   CHECK_CUDA(cudaMemset(a.y, 0, static_cast<size_t>(a.L) * a.R * a.B * a.H * 2));
   CHECK_CUDA(cudaDeviceSynchronize());
