@@ -4,11 +4,12 @@
     python bench/beside_v1.py --v1 FOLDER --only calls --rounds 200 --passes 4
     python bench/beside_v1.py --engine cpu --rounds 5        # without V1 and a GPU: to try the program
 
-All processes stay alive; a call is measured with one library's ranks while the other's are idle, in turns. Sections:
-calls (time in us until a Python call returns, and until the device is done), async (the same with async_finish, an
-event captured before and memory of the communication stream), halves (low latency: the sending call, and its hook),
-kernels (by torch's profiler), sizes (kernels of low-latency dispatch + combine) and graph (a round of both, by
-events). A figure is the median of the slowest rank; of several passes the median. V1's low latency goes over NVLink.
+All processes stay alive; a call is measured with one library's ranks while the other's are idle, in turns and on the
+same cores, since a machine's cores run at different speeds. Sections: calls (time in us until a Python call returns,
+and until the device is done), async (the same with async_finish, an event captured before and memory of the
+communication stream), halves (low latency: the sending call, and its hook), kernels (by torch's profiler), sizes
+(kernels of low-latency dispatch + combine) and graph (a round of both, by events). A figure is the median of the
+slowest rank; of several passes the median. V1's low latency goes over NVLink.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ ROOT = Path(__file__).resolve().parent.parent
 EXPERTS, TOPK, HIDDEN = 256, 8, 7168
 SIZES = [(hidden, tokens) for hidden in (2048, 4096, 7168) for tokens in (1, 16, 64, 128)]
 SECTIONS = ("calls", "async", "halves", "kernels", "sizes", "graph")
-PAUSE_CYCLES = 300_000
+PAUSE_CYCLES = 1_000_000  # time for the host to issue a call, also where a launch takes 20 us
 GRAPH_ROUNDS = 20
 WARMUP = 10
 PATIENCE = 240.0  # seconds for an answer
@@ -212,7 +213,7 @@ class Worker:
         def in_halves(call: Callable[..., Any], **options: Any) -> None:
             hook = call(return_recv_hook=True, **options)
             if self.gpu:
-                self.torch.cuda._sleep(PAUSE_CYCLES // 4)
+                self.torch.cuda._sleep(PAUSE_CYCLES // 10)
             hook()
 
         dispatch, combine = self.low_latency_dispatch, self.low_latency_combine
@@ -304,8 +305,10 @@ class Worker:
                 own.append(begin.elapsed_time(end) * 1e3 / GRAPH_ROUNDS)
         return [own]
 
-    def serve(self, channel: Any) -> None:
-        """Does what the other end of the channel says until that is closed."""
+    def serve(self, channel: Any, rank: int) -> None:
+        """Does what the other end of the channel says, on the core that the other library's rank has, too."""
+        cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {cores[(rank + 1) * len(cores) // (self.ranks + 1)]})
         print(json.dumps({"ready": True}), file=channel, flush=True)
         for line in channel:
             task = json.loads(line)
@@ -461,7 +464,7 @@ def main() -> int:
     parser.add_argument("--rendezvous", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker is not None:
-        Worker(options).serve(socket.socket(fileno=options.channel).makefile("rw"))
+        Worker(options).serve(socket.socket(fileno=options.channel).makefile("rw"), options.worker)
         os._exit(0)  # the other ranks are going, too
     if options.ranks == 0:
         import torch

@@ -301,7 +301,7 @@ class Core:
         """The caller's current stream waits for the event of a call; the CPU engine blocks.
 
         Returns:
-            The stream's address; None on the CPU engine.
+            The stream's address, 0 for the default one; None on the CPU engine.
         """
         if self.host_stream:
             self.native.wait_event(launch.event)
@@ -311,7 +311,7 @@ class Core:
             from . import _face  # which has this module's classes
 
             self._stream_wait = _face.waiter(self.native.lib.with_gil)
-        stream = self.raw_stream() or None
+        stream = self.raw_stream()  # 0: the default stream
         status = self._stream_wait(launch.event, stream)
         if status:
             raise self.native.error(status)
@@ -364,7 +364,8 @@ class Ordering:
         self.on_comm = not core.host_stream and self.previous is not None
         self.launch = core.take_launch()
         self.begun = self.given_back = False
-        self.stream = self.caller = core.current_stream()
+        self.caller = core.raw_stream()
+        self.stream: int | None = self.caller or None
         self.struct: Any = None  # a deepep_call, for calls that do not go through the compiled face
         self.users: tuple[Any, ...] | None = None
         self.context: Any = _torch.stream_context(core.comm_stream) if self.on_comm else _NO_CONTEXT

@@ -1,8 +1,8 @@
 """How calls are ordered among streams on CUDA, without a GPU: over a kernel library that writes its calls down.
 
-    python ordering_program.py FOLDER
+    python ordering_program.py FOLDER STREAM
 
-FOLDER, which DEEPEP_KERNELS names, holds that library as libdeepep_cpu.so; its streams are queues as on a GPU. torch's
+STREAM is the address of the caller's stream, 0 the default one. FOLDER, which DEEPEP_KERNELS names, holds that library as libdeepep_cpu.so; its streams are queues as on a GPU. torch's
 streams are stand-ins. Prints a line of JSON for each call: what the kernel library was asked in which order, with each
 event by the record that it is of; what torch's stand-ins saw; and how often torch's allocator was not told of a stream
 that uses a tensor.
@@ -125,7 +125,7 @@ class Recorder:
 def as_on_gpus(core: Any) -> None:
     """Has a buffer's calls follow the caller's stream, and its streams be stand-ins."""
     core.ensure_ready()
-    core.host_stream, core.raw_stream = False, functools.partial(operator.index, 0x1000)
+    core.host_stream, core.raw_stream = False, functools.partial(operator.index, int(sys.argv[2]))
     core.comm_stream = Stream(COMM)
     core.__class__ = type("Core", (type(core),), {"torch_current_stream": lambda self: Stream(CURRENT)})
 
@@ -154,7 +154,7 @@ def play(version: str, core: Any, recorder: Recorder, calls: Calls, orders: Orde
                 if turn == 2 and held:  # another stream waits, and then nobody has the event any more
                     core.raw_stream = functools.partial(operator.index, 0x2000)
                     outputs[-1].current_stream_wait()
-                    core.raw_stream = functools.partial(operator.index, 0x1000)
+                    core.raw_stream = functools.partial(operator.index, int(sys.argv[2]))
                     found["told late"] = held_by(outputs[-1]) == held
                     del outputs
                     found["told late"] &= {(one, COMM) for one in held} <= told

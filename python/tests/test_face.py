@@ -661,7 +661,8 @@ def test_a_torch_that_lacks_some_functions(tmp_path):
 
 @checks.needs_face
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc to build the kernel library that writes calls down")
-def test_asynchronous_calls_are_ordered_as_pythons(tmp_path):
+@pytest.mark.parametrize("stream", (0, 0x1000), ids=("default stream", "another"))
+def test_asynchronous_calls_are_ordered_as_pythons(tmp_path, stream):
     """As on a GPU: the same calls, waits and records on the same streams, and every tensor's streams are known."""
     root, tests = Path(__file__).parents[2], Path(__file__).parent
     library, source = tmp_path / "libdeepep_cpu.so", root / "internal" / "engine" / "testdata" / "fake.c"
@@ -672,7 +673,7 @@ def test_asynchronous_calls_are_ordered_as_pythons(tmp_path):
         folder = tmp_path / compiled
         folder.mkdir()
         env = {**os.environ, "DEEPEP_KERNELS": str(tmp_path), "DEEPEP_TORCH_FACE": compiled}
-        program = [sys.executable, str(tests / "ordering_program.py"), str(folder)]
+        program = [sys.executable, str(tests / "ordering_program.py"), str(folder), str(stream)]
         done = subprocess.run(program, env=env, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         lines[compiled] = [json.loads(line) for line in done.stdout.splitlines()]
