@@ -86,7 +86,7 @@ func (b *Buffer) isIdle(marked *bool) bool {
 	if b.team == 0 {
 		return true
 	}
-	if !*marked && b.order.end.Record(b.comm) != nil {
+	if !*marked && (b.order.end.Record(b.comm) != nil || b.recordTail() != nil) {
 		return true // a device that refuses a record runs nothing any more
 	}
 	*marked = true

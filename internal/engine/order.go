@@ -27,7 +27,14 @@ type order struct {
 	last       device.Stream
 	used       bool // last is set
 	capturing  bool // the newest operation on a caller's stream was captured
+	unrecorded bool // tail is not recorded yet: last is the default stream
+	followed   bool // another stream has followed the default one
 }
+
+// defaultStream is CUDA's, which nobody can destroy or capture. As long as calls come from no other stream, nothing has
+// to know where on it the newest one ended: an event for each call took half as long as its launch. The first call from
+// elsewhere waits for the stream's present end, and from then on there are events.
+const defaultStream device.Stream = 0
 
 // place is where an operation runs.
 type place int
@@ -67,6 +74,9 @@ func (b *Buffer) addDependencies(c *Call, where place) (device.Stream, error) {
 		if err := b.follow(b.order.begin, current, stream); err != nil {
 			return 0, err
 		}
+		if b.order.last == current { // and so the newest operation
+			return stream, nil
+		}
 	}
 	return stream, b.afterNewest(stream)
 }
@@ -103,13 +113,26 @@ func (b *Buffer) afterNewest(stream device.Stream) error {
 	if o.capturing != capturing || o.capturing && !before {
 		return nil
 	}
+	o.followed = true
+	if err := b.recordTail(); err != nil {
+		return err
+	}
 	return o.tail.Join(stream)
+}
+
+// recordTail makes up for the record of tail that the default stream was spared. b.mu is held.
+func (b *Buffer) recordTail() error {
+	if !b.order.unrecorded {
+		return nil
+	}
+	b.order.unrecorded = false
+	return b.order.tail.Record(b.order.last)
 }
 
 // recordLaunch records the launch as the newest one, records c.Event, and makes c.Stream wait for it. On a host-stream
 // engine it returns the event that a synchronous call waits for.
 func (b *Buffer) recordLaunch(c *Call, where place, stream device.Stream) (*device.Event, error) {
-	b.order.last, b.order.used = stream, true
+	b.order.last, b.order.used, b.order.unrecorded = stream, true, false
 	if b.dev.HostStream() {
 		return b.recordHostLaunch(c)
 	}
@@ -117,6 +140,10 @@ func (b *Buffer) recordLaunch(c *Call, where place, stream device.Stream) (*devi
 		if err := c.Event.ev.Record(stream); err != nil {
 			return nil, err
 		}
+	}
+	if stream == defaultStream && !b.order.followed {
+		b.order.capturing, b.order.unrecorded = false, true
+		return nil, nil
 	}
 	if stream != b.comm { // the caller may destroy the stream or queue long work on it: record its present end
 		capturing, err := b.dev.Capturing(stream)

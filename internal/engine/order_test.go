@@ -14,7 +14,7 @@ func TestNormalModeStreams(t *testing.T) {
 	r.must(err)
 	defer func() { r.must(ev.Destroy()) }()
 	r.must(r.layout(&engine.Call{Stream: 1, Async: true, Event: ev}))
-	r.expect("asynchronous", "record a on 1", "C waits a", "C waits b", "layout #2 on C", "record c on C")
+	r.expect("asynchronous", "record a on 1", "C waits a", "layout #2 on C", "record b on C")
 	r.must(ev.StreamWait(2))
 	r.must(r.layout(&engine.Call{Stream: 1, Async: true, Previous: ev}))
 	r.expect("after an event", "2 waits a", "C waits a", "layout #3 on C")
@@ -30,9 +30,38 @@ func TestCallsRunInOrderOnWhateverStreams(t *testing.T) {
 	r.must(r.Barrier(&engine.Call{Stream: 2}))
 	r.expect("another", "2 waits a", "barrier #3 on 2 limit 5 ms", "record a on 2")
 	r.must(r.layout(&engine.Call{Stream: 2, Async: true}))
-	r.expect("then the communication stream", "record a on 2", "C waits a", "C waits b", "layout #1 on C")
+	r.expect("then the communication stream", "record a on 2", "C waits a", "layout #1 on C")
 	r.must(r.Barrier(&engine.Call{Stream: 3}))
 	r.expect("and back", "record a on C", "3 waits a", "barrier #4 on 3 limit 5 ms", "record a on 3")
+}
+
+// The default stream is spared a record for each call until another stream follows it, and waits for its present end.
+func TestDefaultStreamIsSparedRecords(t *testing.T) {
+	r := newRig(t)
+	r.must(r.Barrier(&engine.Call{}))
+	r.must(r.Barrier(&engine.Call{}))
+	r.expect("the default stream", "barrier #1 on 0 limit 7 ms", "barrier #2 on 0 limit 5 ms")
+	r.must(r.layout(&engine.Call{Async: true}))
+	r.expect("the communication stream after it", "record a on 0", "C waits a", "layout #1 on C")
+	r.must(r.Barrier(&engine.Call{}))
+	r.expect("and back", "record a on C", "0 waits a", "barrier #3 on 0 limit 5 ms")
+	ev, err := r.NewEvent()
+	r.must(err)
+	defer func() { r.must(ev.Destroy()) }()
+	r.must(r.layout(&engine.Call{Async: true, Previous: ev}))
+	r.expect("the communication stream, after an event alone", "C waits a", "record b on 0", "C waits b", "layout #2 on C")
+	r.must(r.Barrier(&engine.Call{}))
+	r.expect("from then on", "record a on C", "0 waits a", "barrier #4 on 0 limit 5 ms", "record a on 0")
+	r.must(r.Barrier(&engine.Call{Stream: 1}))
+	r.expect("another stream", "1 waits a", "barrier #5 on 1 limit 5 ms", "record a on 1")
+}
+
+func TestAnotherStreamFollowsTheDefaultOne(t *testing.T) {
+	r := newRig(t)
+	r.must(r.Barrier(&engine.Call{}))
+	r.read()
+	r.must(r.Barrier(&engine.Call{Stream: 1}))
+	r.expect("another stream", "record a on 0", "1 waits a", "barrier #2 on 1 limit 5 ms", "record a on 1")
 }
 
 // Work inside a capture and work outside of it never wait for each other; a capture that ended leaves nothing to wait

@@ -210,6 +210,9 @@ func (b *Buffer) closeDoor() (idle bool, err error) {
 	if err := b.order.end.Record(b.comm); err != nil {
 		return false, err
 	}
+	if err := b.recordTail(); err != nil {
+		return false, err
+	}
 	if done, err := b.order.end.Wait(poll); !done || err != nil {
 		return false, err
 	}
