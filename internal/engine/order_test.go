@@ -54,6 +54,12 @@ func TestDefaultStreamIsSparedRecords(t *testing.T) {
 	r.expect("from then on", "record a on C", "0 waits a", "barrier #4 on 0 limit 5 ms", "record a on 0")
 	r.must(r.Barrier(&engine.Call{Stream: 1}))
 	r.expect("another stream", "1 waits a", "barrier #5 on 1 limit 5 ms", "record a on 1")
+	for range 70 {
+		r.must(r.Barrier(&engine.Call{}))
+	}
+	r.read()
+	r.must(r.Barrier(&engine.Call{}))
+	r.expect("alone again", "barrier #76 on 0 limit 5 ms")
 }
 
 func TestAnotherStreamFollowsTheDefaultOne(t *testing.T) {
