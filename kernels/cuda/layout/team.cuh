@@ -58,6 +58,8 @@ struct Scratch {
   uint64_t start_ns;                         // of the running kernel
   uint32_t tokens_taken[2], metas_taken[2];  // tickets of dispatch and of combine's sums, by parity of the epoch
   uint32_t rows_taken[2][DK_MAX_RANKS];      // tickets of combine's rows, for each destination
+  uint32_t own_rows_taken;                   // tickets of an expanded dispatch's rows that stay here
+  uint32_t metas_spread;                     // warps of an expanded dispatch that have spread all their metadata
   LowLatencyTicket tickets[DK_NUM_TICKETS];
   LowLatencyRouting routing[kRoutingCopies];
   WrongCounts wrong_counts[kExchanges];

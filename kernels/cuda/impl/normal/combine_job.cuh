@@ -6,6 +6,7 @@
 namespace deepep {
 
 struct CombineJob {
+  static constexpr bool kByLanes = false;
   const CombineParams &p;
   const CombineDest *dests;
   uint64_t epoch;

@@ -6,6 +6,7 @@
 namespace deepep {
 
 struct DispatchJob {
+  static constexpr bool kByLanes = false;
   const DispatchParams &p;
   const DispatchDest *dests;
   uint64_t epoch;

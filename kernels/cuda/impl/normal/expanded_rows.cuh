@@ -22,9 +22,50 @@ __host__ __device__ inline uint32_t expanded_head_words(const DispatchParams &p)
   return p.session.team.num_ranks + p.num_topk * (p.index_words() + 1);
 }
 
+// Rows that stay at this rank, in turns of kOwnRows tokens: whichever warp of senders and movers is free takes the
+// next. Whole warp: the next token, -1: no more. The turn is in shared memory, since registers are all in use: the
+// first token above kOwnRows bits, one for each token of the turn that has rows here and has not been taken.
+constexpr int kOwnRows = 4;
+__device__ inline int next_own_token(const DispatchParams &p, SendQueue *queue) {
+  const TeamView &team = p.session.team;
+  uint32_t turn = queue->own_rows;
+  while (turn % (1u << kOwnRows) == 0) {
+    uint32_t first = 0;
+    if (lane_id() == 0) first = atomicAdd(&team.scratch->own_rows_taken, kOwnRows);
+    first = __shfl_sync(kAllLanes, first, 0);
+    if (first >= static_cast<uint32_t>(p.num_tokens)) return -1;
+    const int token = static_cast<int>(first) + lane_id();
+    const bool here = lane_id() < kOwnRows && token < p.num_tokens &&
+                      p.send_head()[static_cast<int64_t>(token) * team.num_ranks + team.rank] >= 0;
+    turn = first << kOwnRows | __ballot_sync(kAllLanes, here);
+  }
+  const uint32_t lowest = turn & (0 - turn);
+  __syncwarp();
+  if (lane_id() == 0) queue->own_rows = turn - lowest;
+  __syncwarp();
+  return static_cast<int>(turn >> kOwnRows) + __ffs(static_cast<int>(lowest)) - 1;
+}
+
+// kShares: movers may help with rows that stay here, and do if shares_own: those come after all others, under numbers
+// from num_tokens on.
+template <bool kShares>
 struct ExpandedJob : DispatchJob {
+  static constexpr bool kByLanes = kShares;
+  bool shares_own;
+  SendQueue *queue;
+  __device__ int next() {
+    const int token = DispatchJob::next();
+    if (!kShares || token >= 0 || !shares_own) return token;
+    const int mine = next_own_token(p, queue);
+    return mine < 0 ? -1 : p.num_tokens + mine;
+  }
+  __device__ bool is_own(int row) const { return kShares && row >= p.num_tokens; }
+  __device__ int token_of(int row) const { return is_own(row) ? row - p.num_tokens : row; }
+  __device__ const uint8_t *source(int row) const { return DispatchJob::source(token_of(row)); }
+
   __device__ int32_t *words_of(int stage) const { return heads + stage * expanded_head_words(p); }
-  __device__ void prefetch(int stage, int token) {
+  __device__ void prefetch(int stage, int row) {
+    const int token = token_of(row);
     const int num_ranks = p.session.team.num_ranks, indices = p.num_topk * p.index_words();
     int32_t *to = words_of(stage);
     const auto *idx = static_cast<const uint32_t *>(p.topk_idx()) + static_cast<int64_t>(token) * indices;
@@ -34,8 +75,9 @@ struct ExpandedJob : DispatchJob {
     for (int i = lane_id(); i < indices; i += kWarp) ptx::copy_word_async(&to[num_ranks + i], &idx[i]);
     for (int k = lane_id(); k < p.num_topk; k += kWarp) ptx::copy_word_async(&to[num_ranks + indices + k], &slots[k]);
   }
-  __device__ bool room(int stage, int) const {
-    return __all_sync(kAllLanes, rank_without_room<true>(p, dests, epoch, kPayload, words_of(stage)) < 0) != 0;
+  __device__ bool room(int stage, int row) const {
+    return is_own(row) ||
+           __all_sync(kAllLanes, rank_without_room<true>(p, dests, epoch, kPayload, words_of(stage)) < 0) != 0;
   }
   __device__ bool await_room(int stage, int) const {
     return await_ring_room<true>(p, dests, epoch, kPayload, words_of(stage));
@@ -47,13 +89,39 @@ struct ExpandedJob : DispatchJob {
     const bool far = p.index_words() == 2 && index[1] != 0;
     return far || index[0] < 0 || index[0] >= p.num_experts ? -1 : index[0] / static_cast<int>(p.meta.num_local);
   }
+  // One lane would take as long to issue a row's stores as the stores take. Lane k has choice k, and of the choices at
+  // another rank the first one has the row.
+  __device__ bool by_lanes(int stage, int row, uint8_t *&to) const {
+    const int num_ranks = p.session.team.num_ranks, me = p.session.team.rank, lane = lane_id();
+    const int32_t *words = words_of(stage);
+    if (num_ranks > kWarp) return false;
+    const int head = lane < num_ranks ? words[lane] : -1;
+    const bool takes = head >= 0 && (!shares_own || is_own(row) == (lane == me));
+    bool wrong = takes && head >= dests[lane].num_rows;
+    const uint32_t takers = __ballot_sync(kAllLanes, takes);
+    const int rank = rank_of_choice(stage);
+    const uint32_t same = __match_any_sync(kAllLanes, rank),
+                   named = __reduce_or_sync(kAllLanes, rank < 0 ? 0 : 1u << rank);
+    wrong |= (takers & ~named) != 0;
+    to = nullptr;
+    if (rank >= 0 && (takers >> rank & 1) != 0 && (rank == me || (same & ((1u << lane) - 1)) == 0)) {
+      const DispatchDest &dest = dests[rank];
+      const bool own = rank == me, placed = own || dest.direct != 0;
+      const uint32_t slot = placed ? static_cast<uint32_t>(words[num_ranks + p.num_topk * p.index_words() + lane])
+                                   : ring_place(words[rank], dest.slots).slot;
+      wrong |= placed && slot >= static_cast<uint32_t>(dest.limit);
+      to = (own ? p.recv_x() : dest.rows) + static_cast<uint64_t>(slot) * (own ? p.row_bytes : dest.row_stride);
+    }
+    return __any_sync(kAllLanes, wrong) == 0;
+  }
   template <class F>
-  __device__ void each(int stage, int, F f) const {
+  __device__ void each(int stage, int row, F f) const {
     const int num_ranks = p.session.team.num_ranks;
     const int32_t *words = words_of(stage);
     const int rank = rank_of_choice(stage),
               mine = rank < 0 ? -1 : words[num_ranks + p.num_topk * p.index_words() + lane_id()];
     for (int r = 0; r < num_ranks; ++r) {
+      if (kShares && shares_own && is_own(row) != (r == p.session.team.rank)) continue;
       const int head = words[r];
       const uint32_t choices = __ballot_sync(kAllLanes, rank == r);
       if (static_cast<uint32_t>(head) >= static_cast<uint32_t>(dests[r].num_rows)) {
@@ -228,9 +296,9 @@ __device__ inline ReceiverShare expanded_share(int worker, int num_workers, cons
 }
 
 // Role of a warp: the metadata of rows of one source, and kRows: the rows, unless the sender has written them to their
-// places itself.
-template <bool kRows, bool kShrinks>
-__device__ inline void receive_expanded(const DispatchParams &p, uint64_t epoch, int worker, int num_workers) {
+// places itself. kGather: without scales. False: the team has failed.
+template <bool kRows, bool kShrinks, bool kGather = false>
+__device__ inline bool receive_expanded(const DispatchParams &p, uint64_t epoch, int worker, int num_workers) {
   const TeamView &team = p.session.team;
   const bool direct = !kShrinks && p.recv_segment >= 0;  // in a team that shrinks rows are staged
   const ReceiverShare share =
@@ -246,7 +314,7 @@ __device__ inline void receive_expanded(const DispatchParams &p, uint64_t epoch,
   if ((p.flags & DK_DISPATCH_ZERO_PADDING) != 0) write_padding<kShrinks>(p, worker, num_workers);
   if (is_out<kShrinks>(p.session, share.source)) {
     blank_expanded(p, share.source, share.first * chunk, share.step * chunk, chunk);
-    return;
+    return true;
   }
   for (int first = share.first * chunk; first < rows; first += share.step * chunk) {
     const int count = min(chunk, rows - first);
@@ -255,10 +323,10 @@ __device__ inline void receive_expanded(const DispatchParams &p, uint64_t epoch,
     const uint32_t came = await_flags<kShrinks>(p, epoch, share.source, meta_flags, place, all, true);
     if (came != all) {
       if (kShrinks && came != 0) blank_expanded(p, share.source, first, share.step * chunk, chunk);
-      return;
+      return false;
     }
     int slots[kExpandChunk];
-    spread_expanded(
+    spread_expanded<kGather>(
         p, share.source, before + first, count,
         [&](int j) { return metas + static_cast<uint64_t>(ring_place(first + j, ring.slots).slot) * p.meta.stride; },
         slots);
@@ -268,7 +336,7 @@ __device__ inline void receive_expanded(const DispatchParams &p, uint64_t epoch,
       if ((here & (kGone | 1u << j)) == 0) {
         const uint32_t news =
             await_flags<kShrinks>(p, epoch, share.source, row_flags, place, (1u << count) - (1u << j), false);
-        if (news == 0) return;
+        if (news == 0) return false;
         here |= news;
       }
       int slot = slots[0];
@@ -288,7 +356,7 @@ __device__ inline void receive_expanded(const DispatchParams &p, uint64_t epoch,
       for (int i = 0; i < kExpandChunk; ++i)
         if ((here >> i & 1) == 0) zero_places(p, slots[i]);
       blank_expanded(p, share.source, first + share.step * chunk, share.step * chunk, chunk);
-      return;
+      return true;
     }
     __syncwarp();
     if (lane_id() < count && first + lane_id() + static_cast<int>(ring.slots) < rows) {
@@ -297,6 +365,62 @@ __device__ inline void receive_expanded(const DispatchParams &p, uint64_t epoch,
         return_credit(team, kPayload, share.source, place.slot, ring_value(epoch, place.lap));
     }
     __syncwarp();
+  }
+  return true;
+}
+
+// Scales by columns are 4 bytes in as many lines as a row has scales: stored as rows come they took 77 of 376 us (FP8,
+// 2 GPUs, 24 SMs). An expert's rows are next to each other, so warps gather the scales of 32 of them from where
+// metadata has arrived, and store whole lines.
+__device__ inline bool gathers_scales(const DispatchParams &p) {
+  return p.recv_scales() != nullptr && p.recv_scale_token_stride == 1 && p.num_scales > 0 && p.psum_per_expert != 0;
+}
+// Role of a warp, where each row of a source has a slot of its own, once it has received its metadata.
+__device__ __noinline__ inline void gather_scales(const DispatchParams &p, int worker, int num_workers) {
+  constexpr int kUnroll = 2;
+  const TeamView &team = p.session.team;
+  Scratch *scratch = team.scratch;
+  __syncwarp();
+  if (lane_id() == 0) {
+    ptx::atomic_add_acq_rel_gpu(&scratch->metas_spread, 1);
+    // The others' own waits have a limit.
+    spin_in_block([&] {
+      return ptx::ld_acquire_gpu(&scratch->metas_spread) == static_cast<uint32_t>(num_workers) || has_failed(p.session);
+    });
+  }
+  __syncwarp();
+  if (has_failed(p.session)) return;
+  const int *ends = pointer<const int>(p.psum_per_expert);
+  const int experts = static_cast<int>(p.meta.num_local), parts = ceil_div(num_workers, experts),
+            whole = p.num_scales / 4;
+  const uint8_t *nvl = team.self + team.nvl;
+  for (int i = worker; i < experts * parts; i += num_workers) {
+    const int expert = i / parts;
+    const int64_t before = expert == 0 ? 0 : max(ends[expert - 1], 0),
+                  start = ceil_div<int64_t>(before, p.expert_alignment) * p.expert_alignment,
+                  end = min<int64_t>(ends[expert], p.num_expanded_tokens);
+    for (int64_t row = start + i % parts * kWarp + lane_id(); row - lane_id() < end; row += parts * kWarp) {
+      uint32_t *to = p.recv_scales() + row;
+      const uint64_t at = row < end ? 16ull * *to : 0;
+      const bool named = row < end && at + p.meta.stride <= team.nvl_bytes;  // but by a handle that is wrong
+      const uint8_t *from = nvl + (named ? at : 0);
+      if (row >= end) continue;
+      for (int first = 0; first < whole; first += kUnroll) {
+        uint4 scales[kUnroll];
+#pragma unroll
+        for (int u = 0; u < kUnroll; ++u)
+          if (first + u < whole) scales[u] = named ? ptx::ld_stream(from + 16 * (first + u)) : uint4{0, 0, 0, 0};
+#pragma unroll
+        for (int u = 0; u < kUnroll; ++u) {
+          if (first + u >= whole) continue;
+          const uint32_t words[4] = {scales[u].x, scales[u].y, scales[u].z, scales[u].w};
+#pragma unroll
+          for (int w = 0; w < 4; ++w) to[(4 * (first + u) + w) * p.recv_scale_stride] = words[w];
+        }
+      }
+      for (int s = 4 * whole; s < p.num_scales; ++s)
+        to[s * p.recv_scale_stride] = named ? reinterpret_cast<const uint32_t *>(from)[s] : 0;
+    }
   }
 }
 

@@ -7,10 +7,12 @@
 
 namespace deepep {
 
-template <bool kExpand>
-__device__ inline auto routed_job(const DispatchParams &p, const DispatchDest *dests, uint64_t epoch, int32_t *heads) {
+template <bool kBulk, bool kExpand, bool kShrinks>
+__device__ inline auto routed_job(const DispatchParams &p, const DispatchDest *dests, uint64_t epoch, int32_t *heads,
+                                  bool shares_own, SendQueue *queues) {
   if constexpr (kExpand)
-    return ExpandedJob{{p, dests, epoch, heads, static_cast<uint32_t>(epoch % 2)}};
+    return ExpandedJob<kBulk && !kShrinks>{
+        {p, dests, epoch, heads, static_cast<uint32_t>(epoch % 2)}, shares_own, queues + warp_id()};
   else
     return DispatchJob{p, dests, epoch, heads, static_cast<uint32_t>(epoch % 2)};
 }
@@ -49,7 +51,7 @@ struct ExpandedSplit : DispatchSplit<kBulk> {
   }
   __device__ bool moves(const DispatchParams &p) const {
     const int num_ranks = p.session.team.num_ranks;
-    return kBulk && this->apart && this->copiers * Roles::kSenders >= num_ranks &&
+    return kBulk && this->apart && num_ranks > 1 && this->copiers * Roles::kSenders >= num_ranks &&
            most_rows_of_a_source(p) <= static_cast<int>(dispatch_ring(p, p.recv_segment >= 0).slots);
   }
 };
@@ -59,6 +61,7 @@ __device__ inline void publish_expanded(const DispatchParams &p, const DispatchD
                                         uint64_t epoch) {
   const int num_ranks = p.session.team.num_ranks;
   publish_rows(queues, DispatchRoles<kBulk>::kSenders, num_ranks, [&](int token, int r) {
+    if (token >= p.num_tokens) return;  // it stays here
     const int head = p.send_head()[static_cast<int64_t>(token) * num_ranks + r];
     if (head < 0 || r == p.session.team.rank || (kShrinks && is_absent(p, dests[r]))) return;
     const RingPlace place = ring_place(head, dests[r].slots);
@@ -67,8 +70,9 @@ __device__ inline void publish_expanded(const DispatchParams &p, const DispatchD
 }
 
 template <bool kBulk, bool kShrinks>
-__device__ inline void run_expanded_roles(const DispatchParams &p, const ExpandedSplit<kBulk> &split, uint64_t epoch,
-                                          uint8_t *shared, RowSender<kBulk, ExpandedJob> &rows) {
+__device__ inline void run_expanded_roles(const DispatchParams &p, const ExpandedSplit<kBulk> &split, bool moves,
+                                          uint64_t epoch, uint8_t *shared,
+                                          RowSender<kBulk, ExpandedJob<kBulk && !kShrinks>> &rows) {
   using Roles = DispatchRoles<kBulk>;
   const RoutedShared<kBulk, true> at(p, p.stage_bytes);
   const auto *dests = reinterpret_cast<const DispatchDest *>(shared + at.dests);
@@ -88,13 +92,18 @@ __device__ inline void run_expanded_roles(const DispatchParams &p, const Expande
     if (worker >= 0) receive_expanded<true, true>(p, epoch, worker, split.workers());
     return;
   }
-  if (!split.moves(p)) {
+  if (!moves) {
     if (worker >= 0) receive_expanded<true, false>(p, epoch, worker, split.workers());
     return;
   }
-  if (warp >= Roles::kMetaSendersAt)
-    receive_expanded<false, false>(p, epoch, (warp - Roles::kMetaSendersAt) * gridDim.x + blockIdx.x,
-                                   Roles::kAllMetaSenders * gridDim.x);
+  if (warp >= Roles::kMetaSendersAt) {
+    const int receiver = (warp - Roles::kMetaSendersAt) * gridDim.x + blockIdx.x,
+              receivers = Roles::kAllMetaSenders * gridDim.x;
+    if (!gathers_scales(p))
+      receive_expanded<false, false>(p, epoch, receiver, receivers);
+    else if (receive_expanded<false, false, true>(p, epoch, receiver, receivers))
+      gather_scales(p, receiver, receivers);
+  }
   if (worker < 0 || warp >= Roles::kSenders) return;
 #if DEEPEP_HAS_BULK_COPY
   RowMover mover{p,
@@ -103,7 +112,7 @@ __device__ inline void run_expanded_roles(const DispatchParams &p, const Expande
                  rows.job.heads,
                  at.head_words,
                  p.recv_segment >= 0};
-  move_rows(p, epoch, mover, worker, Roles::kSenders * split.copiers);
+  move_rows(p, epoch, mover, worker, Roles::kSenders * split.copiers, dests[p.session.team.rank].limit);
 #endif
 }
 
@@ -140,7 +149,8 @@ __device__ inline void dispatch_with_routing(const DispatchParams &p, uint8_t *s
     const DispatchSplit<kBulk> &split = kExpand ? expanded_split : plain_split;
     auto *heads =
         reinterpret_cast<int32_t *>(shared + at.heads) + warp_id() * (kBulk ? kSendStages : 1) * at.head_words;
-    auto job = routed_job<kExpand>(p, dests, epoch, heads);
+    const bool moves = kExpand && kBulk && !kShrinks && expanded_split.moves(p);
+    auto job = routed_job<kBulk, kExpand, kShrinks>(p, dests, epoch, heads, moves && p.recv_segment >= 0, queues);
     auto rows = row_sender<kBulk>(job, queues, shared + at.stages, p.row_bytes, p.stage_bytes);
     if (sends_rows(p, split)) rows.start();
     const bool agreed = await_peers<kShrinks>(s, hand, epoch);
@@ -148,7 +158,7 @@ __device__ inline void dispatch_with_routing(const DispatchParams &p, uint8_t *s
     if (agreed && set_up_dests(p, epoch, dests)) {
       if constexpr (kExpand) {
         set_up_expanded_dests<kShrinks>(p, epoch, dests);
-        run_expanded_roles<kBulk, kShrinks>(p, expanded_split, epoch, shared, rows);
+        run_expanded_roles<kBulk, kShrinks>(p, expanded_split, moves, epoch, shared, rows);
       } else {
         __syncthreads();
         run_routed_roles<kBulk>(p, plain_split, epoch, shared, rows);
@@ -166,7 +176,7 @@ __device__ inline void dispatch_with_routing(const DispatchParams &p, uint8_t *s
     if constexpr (kShrinks) forget_bytes(s);
     if (threadIdx.x == 0) {  // resets both copies of the tickets, though one is 0 already
       Scratch *scratch = s.team.scratch;
-      scratch->blocks_sent = 0;
+      scratch->blocks_sent = scratch->own_rows_taken = scratch->metas_spread = 0;
       for (int copy = 0; copy < 2; ++copy) scratch->tokens_taken[copy] = scratch->metas_taken[copy] = 0;
       if constexpr (kShrinks)
         end_epoch(s.team);

@@ -81,8 +81,9 @@ constexpr int kExpandChunk = 5;  // rows that a receiving warp takes together
 
 // Whole warp: the metadata of `count` expanded rows, found by at(row), to the outputs of all their places. first: the
 // number of the first one in the plain layout. slots[j]: lane k gets the place of choice k of row j, -1: none. All
-// rows' loads are in flight together: rows that waited for each in turn took 8 us each.
-template <class At>
+// rows' loads are in flight together: rows that waited for each in turn took 8 us each. kGather: in place of scales the
+// first column gets where the metadata is, for gather_scales.
+template <bool kGather, class At>
 __device__ inline void spread_expanded(const DispatchParams &p, int source, int64_t first, int count, At at,
                                        int (&slots)[kExpandChunk]) {
   const int lane = lane_id(), topk = p.num_topk;
@@ -112,18 +113,25 @@ __device__ inline void spread_expanded(const DispatchParams &p, int source, int6
     to[1] = source * topk + last;
   }
   if (p.recv_scales() == nullptr) return;
-  for (int base = 0; base < p.num_scales; base += kWarp) {
-    const int which = base + lane;
-    const bool mine = which < p.num_scales;
-    uint32_t scales[kExpandChunk];
-#pragma unroll
-    for (int j = 0; j < kExpandChunk; ++j) scales[j] = word(j, which, mine);
+  if constexpr (kGather) {
 #pragma unroll
     for (int j = 0; j < kExpandChunk; ++j)
-      for (uint32_t left = __ballot_sync(kAllLanes, slots[j] >= 0); left != 0; left &= left - 1) {
-        const int64_t slot = __shfl_sync(kAllLanes, slots[j], __ffs(static_cast<int>(left)) - 1);
-        if (mine) p.recv_scales()[slot * p.recv_scale_token_stride + which * p.recv_scale_stride] = scales[j];
-      }
+      if (slots[j] >= 0)
+        p.recv_scales()[slots[j]] = static_cast<uint32_t>((at(j) - (p.session.team.self + p.session.team.nvl)) / 16);
+  } else {
+    for (int base = 0; base < p.num_scales; base += kWarp) {
+      const int which = base + lane;
+      const bool mine = which < p.num_scales;
+      uint32_t scales[kExpandChunk];
+#pragma unroll
+      for (int j = 0; j < kExpandChunk; ++j) scales[j] = word(j, which, mine);
+#pragma unroll
+      for (int j = 0; j < kExpandChunk; ++j)
+        for (uint32_t left = __ballot_sync(kAllLanes, slots[j] >= 0); left != 0; left &= left - 1) {
+          const int64_t slot = __shfl_sync(kAllLanes, slots[j], __ffs(static_cast<int>(left)) - 1);
+          if (mine) p.recv_scales()[slot * p.recv_scale_token_stride + which * p.recv_scale_stride] = scales[j];
+        }
+    }
   }
 }
 

@@ -8,6 +8,8 @@
 //   bool await_room(stage, row)    waits for that; false: the team failed        }
 //   void extra(stage, row)         stores what goes to the peer beside the row   }
 //   void each(stage, row, f)       f(address) for each destination, in all lanes
+//   kByLanes                       whether each lane stores at a destination of its own:
+//   bool by_lanes(stage, row, to)  `to`: the lane's destination, or null; false: each() has what is wrong with the row
 #pragma once
 #include "cuda/common/copy_row.cuh"
 #include "cuda/sync/session.cuh"
@@ -22,7 +24,8 @@ constexpr uint32_t kQueueLength = 32;
 
 // Shared memory of a sending warp: a queue of rows whose stores are complete, for the block's publisher; its stages.
 struct SendQueue {
-  uint32_t posted, finished, published, reserved;
+  uint32_t posted, finished, published;
+  uint32_t own_rows;  // of an expanded dispatch: its turn at rows that stay here
   int32_t rows[kQueueLength];
   uint64_t arrived[kSendStages];
   int32_t stage_row[kSendStages], stage_piece[kSendStages];
@@ -33,7 +36,7 @@ static_assert(sizeof(SendQueue) % 16 == 0, "what follows is aligned");
 __device__ inline void init_queues(SendQueue *queues, int num_queues, bool bulk) {
   if (static_cast<int>(threadIdx.x) >= num_queues) return;
   SendQueue &queue = queues[threadIdx.x];
-  queue.posted = queue.finished = queue.published = 0;
+  queue.posted = queue.finished = queue.published = queue.own_rows = 0;
 #if DEEPEP_HAS_BULK_COPY
   for (int i = 0; bulk && i < kSendStages; ++i) ptx::mbarrier_init(&queue.arrived[i], 1);
   ptx::mbarrier_init_fence();
@@ -109,7 +112,7 @@ struct RowSender<true, Job> {
     }
   }
   __device__ void drain() {
-    if (lane_id() == 0) ptx::bulk_wait<0>();
+    if (Job::kByLanes || lane_id() == 0) ptx::bulk_wait<0>();
     __syncwarp();
     if (publish) post_until(stored);
   }
@@ -122,13 +125,20 @@ struct RowSender<true, Job> {
       if (!job.await_room(stage, which)) return false;
       ptx::fence_before_bulk();
     }
-    if (lane_id() == 0) await_copy(stage);
+    if (Job::kByLanes || lane_id() == 0) await_copy(stage);
     const uint32_t bytes = piece_bytes(at);
     const uint64_t offset = static_cast<uint64_t>(at) * stage_bytes;
-    job.each(stage, which, [&](uint8_t *to) {
-      if (lane_id() == 0) ptx::bulk_store(to + offset, stages + stage * stage_bytes, bytes);
-    });
-    if (lane_id() == 0) ptx::bulk_commit();
+    bool done = false;
+    if constexpr (Job::kByLanes) {
+      uint8_t *to;
+      done = job.by_lanes(stage, which, to);
+      if (done && to != nullptr) ptx::bulk_store(to + offset, stages + stage * stage_bytes, bytes);
+    }
+    if (!done)
+      job.each(stage, which, [&](uint8_t *to) {
+        if (lane_id() == 0) ptx::bulk_store(to + offset, stages + stage * stage_bytes, bytes);
+      });
+    if (Job::kByLanes || lane_id() == 0) ptx::bulk_commit();  // a thread waits for its own stores
     if (at == pieces() - 1) job.extra(stage, which);
     ++stored;
     return true;
@@ -150,7 +160,7 @@ struct RowSender<true, Job> {
       __syncwarp();
       good = store_next();
       if (!good) break;
-      if (lane_id() == 0) {
+      if (Job::kByLanes || lane_id() == 0) {
         if (publish)
           ptx::bulk_wait<kSendOutstanding>();
         else
