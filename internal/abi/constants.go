@@ -189,7 +189,7 @@ const (
 	TeamShrink      = 1
 	TeamLowLatency  = 2
 	TeamLLTransport = 4 // low-latency calls reach every other rank through the transport, mapped or not
-	TeamLLCopy      = 8 // rows of dispatch's send halves cross by copy engines; all ranks have it or none
+	TeamLLCopy      = 8 // rows of low-latency send halves cross by copy engines; all ranks have it or none
 
 	// rows of dispatches with DK_DISPATCH_COPIES and of combines with DK_COMBINE_COPIES cross by copy engines, for
 	// which the second half of the nvl region holds those at their sender and these at their receiver; all ranks have

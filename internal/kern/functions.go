@@ -432,7 +432,9 @@ func (l *Library) LLDispatch(p *abi.LLDispatchParams) int32 {
 	return dl.Call(l.functions[fnLLDispatch], unsafe.Pointer(p))
 }
 
-// LLCombine calls dk_ll_combine.
+// LLCombine calls dk_ll_combine. With DK_TEAM_LL_COPY a stream of the team reads x, src_info and layout_range
+// between the halves: they stay as they are until the receive half, which waits for it, in the order of its
+// stream.
 func (l *Library) LLCombine(p *abi.LLCombineParams) int32 {
 	p.Size = uint32(unsafe.Sizeof(*p))
 	return dl.Call(l.functions[fnLLCombine], unsafe.Pointer(p))

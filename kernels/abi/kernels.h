@@ -626,7 +626,7 @@ enum {
   DK_TEAM_SHRINK = 1,
   DK_TEAM_LOW_LATENCY = 2,
   DK_TEAM_LL_TRANSPORT = 4, /* low-latency calls reach every other rank through the transport, mapped or not */
-  DK_TEAM_LL_COPY = 8,      /* rows of dispatch's send halves cross by copy engines; all ranks have it or none */
+  DK_TEAM_LL_COPY = 8,      /* rows of low-latency send halves cross by copy engines; all ranks have it or none */
   DK_TEAM_NORMAL_COPY = 16 /* rows of dispatches with DK_DISPATCH_COPIES and of combines with DK_COMBINE_COPIES cross by
                               copy engines, for which the second half of the nvl region holds those at their sender and
                               these at their receiver; all ranks have it or none */
@@ -926,6 +926,8 @@ typedef struct dk_ll_combine_params {
   uint64_t combined_x; /* [out] [T,H] BF16 */
   uint64_t wait_stats; /* [inout] int64[R] += ns; 0: not wanted */
 } dk_ll_combine_params;
+/* With DK_TEAM_LL_COPY a stream of the team reads x, src_info and layout_range between the halves: they stay as they are
+ * until the receive half, which waits for it, in the order of its stream. */
 int32_t dk_ll_combine(dk_ll_combine_params *p);
 
 typedef struct dk_clean_params {

@@ -9,6 +9,7 @@ static const struct team_spec kPlain = {
 static struct ll_spec spec_for(struct rank *me) {
   struct ll_spec spec = kSpec;
   spec.experts *= me->count;
+  spec.weights = me->split && me->split->weights;
   return spec;
 }
 

@@ -160,9 +160,11 @@ dk_ll_dispatch_params ll_dispatch_params(struct ll *l, uint32_t phases, uint32_t
   return p;
 }
 
+/* Where rows of halves cross by copy engines, only every third whole call stays one. */
+static bool goes_in_halves(const struct team *t, int calls) { return t->flags & DK_TEAM_LL_COPY && calls % 3 != 2; }
+
 void run_ll_dispatch(struct ll *l, uint32_t phases, uint32_t ticket) {
-  /* Of whole calls only every third one: their rows do not cross by copy engines. */
-  if (phases == DK_PHASE_BOTH && l->team->flags & DK_TEAM_LL_COPY && l->dispatches % 3 != 2) {
+  if (phases == DK_PHASE_BOTH && goes_in_halves(l->team, l->dispatches)) {
     run_ll_dispatch(l, DK_PHASE_SEND, ticket);
     run_ll_dispatch(l, DK_PHASE_RECV, ticket);
     return;
@@ -211,6 +213,11 @@ static void write_in_place(struct ll *l) {
 }
 
 void run_ll_combine(struct ll *l, uint32_t phases, uint32_t ticket) {
+  if (phases == DK_PHASE_BOTH && goes_in_halves(l->team, (int)l->team->combines)) {
+    run_ll_combine(l, DK_PHASE_SEND, ticket);
+    run_ll_combine(l, DK_PHASE_RECV, ticket);
+    return;
+  }
   if (phases & DK_PHASE_SEND && l->spec->combine_flags & DK_LL_ZERO_COPY) write_in_place(l);
   dk_ll_combine_params p = ll_combine_params(l, phases, ticket);
   if (phases != DK_PHASE_RECV) l->whole_combine = phases == DK_PHASE_BOTH;

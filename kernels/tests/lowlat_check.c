@@ -231,7 +231,9 @@ static void round_sum(struct block_sum *b, int width, bool coded) {
 static void check_block(struct ll *l, int token, int first, int width, struct difference *all) {
   struct rank *me = l->team->me;
   uint32_t flags = l->spec->combine_flags;
-  bool known = l->spec->weights || l->whole_combine; /* at the experts' rank, which may add its rows and round */
+  uint32_t team = l->team->flags & (DK_TEAM_LL_COPY | DK_TEAM_SHRINK);
+  /* At the experts' rank, which may add its rows and round. */
+  bool known = l->spec->weights || l->whole_combine || team == DK_TEAM_LL_COPY;
   bool reduced = known && !(library.caps & DK_CAP_HOST_STREAM) && !(flags & DK_LL_UNREDUCED);
   struct block_sum b = {{0}, {0}};
   for (int rank = 0; rank < me->count; rank++) {

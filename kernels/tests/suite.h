@@ -274,6 +274,7 @@ struct team_spec {
   int qps, qp_depth;        /* of the transport; 0: 3 to each peer, 64 deep */
   uint32_t transport_flags; /* DK_TRANSPORT_LATE */
   uint64_t seed;            /* of its delays and orders */
+  bool weights;             /* of a rerun: low-latency dispatches of the cases of masks bring them */
 };
 struct team {
   struct rank *me;

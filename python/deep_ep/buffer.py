@@ -787,7 +787,8 @@ class Buffer:
             use_logfmt: rows cross the wire in LogFMT-10; on GPUs, as without it, the sums of a rank's rows for a token.
             zero_copy: the rows are in get_next_low_latency_combine_buffer(); x is ignored, and H is the handle's. Not
                 with use_logfmt.
-            async_finish, return_recv_hook: as in low_latency_dispatch.
+            async_finish, return_recv_hook: as in low_latency_dispatch. Where ll_transfer is "copy", nothing may write to
+                x and the handle's tensors before the hook is called.
             out: ``[T, H]`` BF16 to fill, or None.
             combine_wait_recv_cost_stats: ``[R]`` int64, += nanoseconds waited for each rank, or None.
             unreduced: every expert's row crosses the wire and is summed at the token's rank. Else a rank with a GPU may
@@ -996,7 +997,7 @@ class Buffer:
 
     @property
     def ll_transfer(self) -> str:
-        """What moves rows of low-latency dispatch in halves inside a node: "sm" or "copy" (DEEPEP_LL_TRANSFER)."""
+        """What moves rows of low-latency calls in halves inside a node: "sm" or "copy" (DEEPEP_LL_TRANSFER)."""
         return self._core.ll_transfer
 
     @property

@@ -158,10 +158,9 @@ def rank_transfers(ctx, folder):
         with Log(ctx, folder) as log, lowlat.buffer_of(ctx, LL_CASE, 16, num_nvl_peers=ctx.size) as buffer:
             assert buffer.ll_transfer == ("sm" if ctx.engine == "cpu" else "copy")
             for _ in range(3):
-                lowlat.combine_and_check(
-                    ctx, buffer, lowlat.dispatch_and_check(ctx, buffer, LL_CASE, 16, return_recv_hook=True)
-                )
-                lowlat.combine_and_check(ctx, buffer, lowlat.dispatch_and_check(ctx, buffer, LL_CASE, 16))
+                for halves in (True, False):
+                    call = lowlat.dispatch_and_check(ctx, buffer, LL_CASE, 16, return_recv_hook=halves)
+                    lowlat.combine_and_check(ctx, buffer, call, return_recv_hook=halves)
         assert len(log.lines("DEEPEP_LL_TRANSFER=copy changes nothing")) == (1 if ctx.engine == "cpu" else 0), (
             log.lines()
         )

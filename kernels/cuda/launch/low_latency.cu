@@ -1,5 +1,5 @@
 // low_latency.cu - launches of the low-latency mode.
-#include "cuda/impl/low_latency/combine.cuh"
+#include "cuda/impl/low_latency/combine_beside.cuh"
 #include "cuda/impl/low_latency/dispatch.cuh"
 #include "cuda/launch/copies.h"
 #include "cuda/launch/internode.h"
@@ -72,9 +72,42 @@ int32_t launch_half(dk_ll_dispatch_params *p, Team *team, LowLatencyDispatchPara
   if (error != cudaSuccess) return device_failure(p, error);
   const int32_t code = run();
   if (code != DK_OK) return code;
-  if (packs) error = send_outbox(team, params);
+  if (packs) error = send_outbox(team, shipment_of(team, params), stream_of(p->stream), {});
   if (p->phases == DK_PHASE_RECV)
     error = join_copies(team, team->copies->slot_of_ticket[p->ticket], stream_of(p->stream), false);
+  note_dispatch(team->copies, p);
+  return error == cudaSuccess ? static_cast<int32_t>(DK_OK) : device_failure(p, error);
+}
+
+// Likewise. Where the weights come with this combine, what the kernel of the send half leaves to do is done beside the
+// caller's stream. A team that shrinks does not send them.
+int32_t launch_combine_half(dk_ll_combine_params *p, Team *team, const LowLatencyCombineParams &params, size_t shared) {
+  const OnDevice on(team->device);
+  CopiedCombineParams c{params};
+  const cudaStream_t stream = stream_of(p->stream);
+  const Weights weights = find_weights(team->copies, p);
+  const bool sums = p->phases == DK_PHASE_SEND && team->view.num_ranks > 1 && (p->flags & DK_LL_UNREDUCED) == 0,
+             shrinks = (team->view.flags & DK_TEAM_SHRINK) != 0, packs = sums && weights == Weights::kOfDispatch,
+             defers = sums && weights == Weights::kOfCombine && !shrinks;
+  const int slot = team->copies->slot_of_ticket[p->ticket];
+  cudaError_t error = on.error();
+  if (error == cudaSuccess && (packs || defers)) error = open_outbox(team, &c);
+  if (error == cudaSuccess && p->phases == DK_PHASE_RECV) error = join_sums(team, slot, stream);
+  if (error != cudaSuccess) return device_failure(p, error);
+  c.defers = defers ? 1 : 0;
+  const int32_t code = launch(p, team, deep_ep::internode_ll::combine<CopiedCombineParams>,
+                              low_latency_blocks(team, p->num_sms, p->num_max_tokens), shared, c);
+  if (code != DK_OK) return code;
+  std::function<cudaError_t(cudaStream_t)> sum;
+  if (defers)
+    sum = [&](cudaStream_t beside) {
+      SumsBesideParams s{c};
+      const int blocks = min(p->num_sms > 0 ? p->num_sms : kSumSms, team->own_sms());
+      deep_ep::internode_ll::sums_beside<<<blocks, kLlThreads, 4 * p->num_experts, beside>>>(s);
+      return cudaGetLastError();
+    };
+  if (packs || defers) error = send_outbox(team, shipment_of(team, c), stream, sum);
+  if (p->phases == DK_PHASE_RECV) error = join_copies(team, slot, stream, false);
   return error == cudaSuccess ? static_cast<int32_t>(DK_OK) : device_failure(p, error);
 }
 
@@ -82,8 +115,13 @@ int32_t launch_half(dk_ll_dispatch_params *p, Team *team, LowLatencyDispatchPara
 
 cudaError_t load_low_latency_kernels() {
   cudaFuncAttributes attributes{};
-  const cudaError_t error = cudaFuncGetAttributes(&attributes, deep_ep::internode_ll::dispatch);
-  return error == cudaSuccess ? cudaFuncGetAttributes(&attributes, deep_ep::internode_ll::combine) : error;
+  cudaError_t error = cudaFuncGetAttributes(&attributes, deep_ep::internode_ll::dispatch);
+  if (error == cudaSuccess)
+    error = cudaFuncGetAttributes(&attributes, deep_ep::internode_ll::combine<LowLatencyCombineParams>);
+  if (error == cudaSuccess)
+    error = cudaFuncGetAttributes(&attributes, deep_ep::internode_ll::combine<CopiedCombineParams>);
+  if (error == cudaSuccess) error = cudaFuncGetAttributes(&attributes, deep_ep::internode_ll::sums_beside);
+  return error;
 }
 
 }  // namespace deepep
@@ -147,8 +185,10 @@ DK_EXPORT int32_t dk_ll_combine(dk_ll_combine_params *p) {
   if (shared > kMaxTables) return DK_EUNSUPPORTED;
   const cudaError_t error = choose_slot(team, c);
   if (error != cudaSuccess) return device_failure(p, error);
-  const int32_t result = launch(p, team, deep_ep::internode_ll::combine,
-                                low_latency_blocks(team, p->num_sms, p->num_max_tokens), shared, c);
+  const int32_t result = team->copies != nullptr
+                             ? launch_combine_half(p, team, c, shared)
+                             : launch(p, team, deep_ep::internode_ll::combine<LowLatencyCombineParams>,
+                                      low_latency_blocks(team, p->num_sms, p->num_max_tokens), shared, c);
   if (result == DK_OK) use_slot(team, c);
   return result;
 }

@@ -18,13 +18,23 @@ struct LowLatencyRouting {
   uint64_t src_info, dispatch, has_weights, num_topk;
 };
 
+// Of a combine whose send half leaves the sums to a kernel beside the caller's stream (impl/low_latency/
+// combine_outbox.cuh): the send half writes the dispatch whose rows are summed, 0: none; that kernel counts bytes and
+// waits, which the receive half takes.
+struct SumsBeside {
+  uint64_t dispatch, sent_bytes[DK_MAX_RANKS], wait_ns[DK_MAX_RANKS];
+};
+
 // A combine with a wrong index leaves rows that it cannot name in its slot, and more may come: the next low-latency
 // call that receives knows that all have come. It empties the slots, whose places are those of the combine's shape, and
 // the ranks get their credit for the calls that they made.
 struct Leftover {
   uint64_t slot[2], slot_bytes;
-  uint64_t epoch[DK_MAX_RANKS];  // 0: masked
-  uint32_t at[DK_MAX_RANKS];     // in which slot that call's rows are
+  // Where copy engines move rows: the words of rows that are left, by slot, how rows lie there, and of each rank's.
+  uint64_t row_words[2], row_bytes, words_at, words_bytes;
+  uint32_t rows_of_rank, max_tokens, num_words;  // num_words: of a row of LogFMT, else 0
+  uint64_t epoch[DK_MAX_RANKS];                  // 0: masked
+  uint32_t at[DK_MAX_RANKS];                     // in which slot that call's rows are
 };
 
 // A notify whose num_tokens_per_rank differ from its tokens in ranks: its dispatch is refused, and clears the entry.
@@ -86,6 +96,7 @@ struct Scratch {
   uint32_t routed_blocks;  // blocks that have counted
   int64_t routed_wrong[kRoutedBlocks];
   int32_t routed_counts[kRoutedBlocks][DK_MAX_ROUTED_EXPERTS + DK_MAX_RANKS];
+  SumsBeside beside[DK_NUM_TICKETS];
   uint64_t wait_ns[DK_MAX_RANKS];  // of the running kernel
   uint64_t sent_bytes[DK_MAX_RANKS];
   dk_op_stats ops[DK_NUM_OPS];

@@ -19,8 +19,9 @@ struct ArrivalList {  // shared: the rows that make up a token; count kNoSum: it
 
 // By the first warp: waits for the row words of a token's experts, and leaves out ranks that are masked meanwhile.
 // `entry`: the lane's, of the token.
-__device__ inline void read_row_words(const LowLatencyCombineParams &p, const LowLatencyCall *calls, int token,
-                                      const Entry &entry, ArrivalList *list) {
+template <class P>
+__device__ inline void read_row_words(const P &p, const LowLatencyCall *calls, int token, const Entry &entry,
+                                      ArrivalList *list) {
   const Session &s = p.session;
   const int lane = lane_id();
   int64_t expert = entry.expert;
@@ -85,19 +86,22 @@ __device__ inline void read_row_words(const LowLatencyCombineParams &p, const Lo
     }
     const uint32_t leader_kind = __shfl_sync(kAllLanes, static_cast<uint32_t>(word), leader) & kKindMask;
     const bool leader_here = __shfl_sync(kAllLanes, static_cast<int>(needed), leader) != 0;
-    if (round == 0 && !leads && needed && leader_here && leader_kind == kKindSum)
+    if (round == 0 && !leads && needed && leader_here &&
+        (leader_kind == kKindSum || (P::kCopies && leader_kind == kKindPacked)))
       needed = false;  // the leader's row includes it
   }
   const uint32_t rows = __ballot_sync(kAllLanes, needed);
   if (needed) {
     const int n = __popc(rows & ((1u << lane) - 1));
     const uint32_t value = static_cast<uint32_t>(word), kind = value & kKindMask;
-    list->row[n] = slot_row(p, own_block(p), call, number);
-    list->words[n] = slot_words(p, own_block(p), call, number);
+    const bool packed = P::kCopies && kind == kKindPacked;
+    const uint32_t place = packed ? number_of_token(p, rank, token) : number;
+    list->row[n] = slot_row(p, own_block(p), call, place);
+    list->words[n] = slot_words(p, own_block(p), call, place);
     list->pattern[n] = value | kKindMask;
     list->rank[n] = rank;
     list->epoch[n] = call.epoch;
-    list->weight[n] = kind == kKindSum ? 1.0f : sum;
+    list->weight[n] = kind == kKindSum || packed ? 1.0f : sum;
   }
   if (lane == 0) list->count = __popc(rows);
 }
@@ -125,8 +129,8 @@ __device__ __forceinline__ uint32_t load_missing(const ArrivalList *list, int fi
 
 // Sums chunks `at` and, if there is one, `at` + kLlThreads of a token's rows, in the order of the list. LogFMT: by
 // whole halves of warps.
-template <bool kLogfmt>
-__device__ inline void add_rows(const LowLatencyCombineParams &p, const ArrivalList *list, int token, int at) {
+template <bool kLogfmt, class P>
+__device__ inline void add_rows(const P &p, const ArrivalList *list, int token, int at) {
   const Session &s = p.session;
   const int chunks = p.hidden / 8;
   const uint32_t of_row = at + kLlThreads < chunks ? 3 : 1, half = 0xffffu << (lane_id() & 16);
@@ -178,8 +182,8 @@ __device__ inline void add_rows(const LowLatencyCombineParams &p, const ArrivalL
 }
 
 // `entry`: of the block's first token, in the first warp.
-__device__ inline void receive_sums(const LowLatencyCombineParams &p, const LowLatencyCall *calls, Entry entry,
-                                    ArrivalList *list) {
+template <class P>
+__device__ inline void receive_sums(const P &p, const LowLatencyCall *calls, Entry entry, ArrivalList *list) {
   const int chunks = p.hidden / 8;
   __syncthreads();  // calls are there
   mark(kMarkKnown, threadIdx.x == 0);
@@ -200,7 +204,8 @@ __device__ inline void receive_sums(const LowLatencyCombineParams &p, const LowL
 
 // The first row of a source's range, such that B rows from there on are the expert's, whatever the caller's tensor
 // holds.
-__device__ __forceinline__ int32_t first_row_of(const LowLatencyCombineParams &p, int64_t range) {
+template <class P>
+__device__ __forceinline__ int32_t first_row_of(const P &p, int64_t range) {
   const int64_t last = p.rows_per_expert() - p.num_max_tokens;
   return static_cast<int32_t>(min(max(range >> 32, int64_t{0}), last));
 }
@@ -210,7 +215,8 @@ __device__ __forceinline__ int32_t first_row_of(const LowLatencyCombineParams &p
 namespace deep_ep::internode_ll {  // V1's names: tools find kernels in traces by them
 using namespace deepep;
 
-__global__ void __launch_bounds__(kLlThreads, 1) combine(const __grid_constant__ LowLatencyCombineParams p) {
+template <class P>
+__global__ void __launch_bounds__(kLlThreads, 1) combine(const __grid_constant__ P p) {
   extern __shared__ __align__(16) uint8_t memory[];  // peers [R], calls [R], then row counts [L + 1], first rows [L][R]
   __shared__ union {
     SumList sums[kLlGroups];
@@ -222,6 +228,8 @@ __global__ void __launch_bounds__(kLlThreads, 1) combine(const __grid_constant__
   auto *calls = reinterpret_cast<LowLatencyCall *>(peers + p.session.team.num_ranks);
   auto *before = reinterpret_cast<int32_t *>(calls + p.session.team.num_ranks), *bases = before + p.num_local() + 1;
   // All that the first row needs is loaded at the same time.
+  bool defers = false;
+  if constexpr (P::kCopies) defers = p.defers != 0;
   const bool reads_sums = p.sends() && may_sum(p), leads_group = threadIdx.x % kLlGroupThreads < kWarp;
   const SumItem item = sum_item(p, first_item());
   const EarlyStart start = load_start(p);
@@ -233,7 +241,7 @@ __global__ void __launch_bounds__(kLlThreads, 1) combine(const __grid_constant__
   const Entry entry = needs_entry ? load_entry(p, first_of_block()) : Entry{-1, 0};
   if (reads_sums && leads_group) {
     routing = load_routing(p);
-    if (first_item() < num_items(p)) headers = load_headers(p, item.dest, item.token);
+    if (first_item() < num_items(p) && !defers) headers = load_headers(p, item.dest, item.token);
   }
   int64_t range = 0;
   if (p.sends() && threadIdx.x < p.num_experts) range = p.layout_range()[threadIdx.x];
@@ -252,17 +260,22 @@ __global__ void __launch_bounds__(kLlThreads, 1) combine(const __grid_constant__
       if (leads_group) {
         const SummedDispatch found = reads_sums ? routed_dispatch(p, call, routing) : SummedDispatch{0, false};
         if (threadIdx.x == 0) summed = found;
-        if (found.number != 0 && first_item() < num_items(p))
+        if constexpr (P::kCopies)
+          if (defers && blockIdx.x == 0 && threadIdx.x == 0)
+            p.session.team.scratch->beside[p.ticket].dispatch = found.number;
+        if (found.number != 0 && first_item() < num_items(p) && !defers)
           read_sum(p, call, found, headers, item.dest, item.token, bases, shared.sums + threadIdx.x / kLlGroupThreads);
       }
       good = await_empty_slots(p, call, slot);
       mark(kMarkEmpty, threadIdx.x == 0);
-      if (good) send_items(p, call, summed, peers, bases, before, shared.sums);
+      if (good && !(defers && summed.number != 0)) send_items(p, call, summed, peers, bases, before, shared.sums);
       __syncthreads();
     }
     mark(kMarkSent, threadIdx.x == 0);
     if (is_control_block() && p.sends()) publish_newest_by_last_warp(p.session.team, counts_to_publish(p));
     if (p.receives() && good) {
+      if constexpr (P::kCopies)
+        if (is_control_block() && !p.sends()) take_counts_beside(p);
       find_source_calls(p, call, calls);
       if (is_control_block()) check_low_latency_peers(p, calls);
       if (is_worker()) receive_sums(p, calls, entry, &shared.arrivals);

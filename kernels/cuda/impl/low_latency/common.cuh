@@ -78,7 +78,9 @@ __device__ __forceinline__ uint64_t *count_word(const P &p, uint8_t *block, uint
   return reinterpret_cast<uint64_t *>(header_base(p, block, dispatch) + p.at.header_bytes) + source * p.num_local() +
          local_expert;
 }
-// Combine: the word with the kind of an expert's row for a token (kKind*).
+// Combine: the word with the kind of an expert's row for a token. kKindPacked: a sum at the place of the token's row
+// for its sender's first local expert.
+enum : uint32_t { kKindPacked = 0, kKindRow = 1, kKindLogfmt = 2, kKindSum = 3, kKindMask = 3 };
 template <class P>
 __device__ __forceinline__ uint64_t *row_word(const P &p, uint8_t *block, const LowLatencyCall &call, uint32_t number) {
   return reinterpret_cast<uint64_t *>(block + (call.slot() == 0 ? p.places.row_words[0] : p.places.row_words[1])) +
@@ -230,11 +232,52 @@ __device__ inline bool await_empty_slots(const P &p, const LowLatencyCall &call,
   return __syncthreads_or(!good) == 0;
 }
 
+// Rows that a combine has left may come by copies, which the senders' next messages do not follow. Their words do: of
+// rows that were taken they are cleared here, when the combine ends, and so are known those to wait for.
+template <class P>
+__device__ inline void clear_taken_words(const P &p, const LowLatencyCall *calls) {
+  const int num_ranks = p.session.team.num_ranks, num_local = p.num_local();
+  for (int token = threadIdx.x; token < p.num_tokens; token += kLlThreads) {
+    bool taken = true;
+    for (int k = 0; k < p.num_topk; ++k) {
+      const int64_t expert = load_index(p.topk_idx(), static_cast<int64_t>(token) * p.num_topk + k, p.index_bytes);
+      taken &= expert >= -1 && expert < p.num_experts;
+    }
+    for (int r = 0; taken && r < num_ranks; ++r)
+      for (int l = 0; l < num_local && calls[r].epoch != 0; ++l)
+        *row_word(p, own_block(p), calls[r], number_of_row(p, r * num_local + l, token)) = 0;
+  }
+}
+__device__ inline void await_left_rows(const Session &s) {
+  const Leftover &left = s.team.scratch->leftover;
+  const uint32_t rows = left.rows_of_rank * s.team.num_ranks;
+  for (uint32_t i = threadIdx.x; i < rows; i += kLlThreads) {
+    const int rank = static_cast<int>(i / left.rows_of_rank);
+    const uint32_t slot = left.at[rank];
+    const uint64_t epoch = left.epoch[rank];
+    const uint64_t word =
+        ptx::ld_relaxed_sys(reinterpret_cast<const uint64_t *>(s.team.self + left.row_words[slot]) + i);
+    if (epoch == 0 || !has_tag(word, combine_tag(epoch))) continue;
+    const bool packed = (static_cast<uint32_t>(word) & kKindMask) == kKindPacked;
+    const uint64_t row = packed ? rank * left.rows_of_rank + i % left.max_tokens : i;
+    const uint8_t *from = s.team.self + left.slot[slot] + row * left.row_bytes;
+    const auto *words =
+        reinterpret_cast<const uint32_t *>(s.team.self + left.slot[slot] + left.words_at + row * left.words_bytes);
+    bool came = true;
+    for (uint64_t at = 0; came && left.num_words == 0 && at < left.row_bytes; at += 16)
+      came = wait_or_mask(s, rank, epoch, [&](int64_t &) { return has_arrived(ptx::ld_relaxed_sys_v4(from + at)); });
+    for (uint32_t at = 0; came && at < left.num_words; ++at)  // which are copied after the row
+      came = wait_or_mask(s, rank, epoch, [&](int64_t &) { return ptx::ld_relaxed_sys(words + at) != 0; });
+  }
+  __syncthreads();
+}
+
 // By the last block of a call that receives, which has all ranks' messages: see Leftover.
 __device__ __noinline__ inline void empty_leftover(const Session &s) {
   Scratch *scratch = s.team.scratch;
   const Leftover &left = scratch->leftover;
   ptx::fence_acq_rel_sys();
+  if ((s.team.flags & DK_TEAM_LL_COPY) != 0) await_left_rows(s);
   for (int slot = 0; slot < kLowLatencySlots; ++slot)
     for (uint64_t at = 16ull * threadIdx.x; at < left.slot_bytes; at += 16ull * kLlThreads)
       ptx::st_stream(s.team.self + left.slot[slot] + at, uint4{0, 0, 0, 0});
@@ -250,7 +293,15 @@ __device__ __noinline__ inline void leave_rows(const P &p, const LowLatencyCall 
     scratch->leftover.epoch[r] = is_masked(p.session, r) ? 0 : calls[r].epoch;
     scratch->leftover.at[r] = static_cast<uint32_t>(calls[r].slot());
   }
+  if (may_copy(p)) clear_taken_words(p, calls);
   if (threadIdx.x != 0) return;
+  for (int slot = 0; slot < kLowLatencySlots; ++slot) scratch->leftover.row_words[slot] = p.places.row_words[slot];
+  scratch->leftover.row_bytes = p.at.row_bytes;
+  scratch->leftover.words_at = p.at.words_at;
+  scratch->leftover.words_bytes = p.at.words_bytes;
+  scratch->leftover.rows_of_rank = static_cast<uint32_t>(p.num_local() * p.num_max_tokens);
+  scratch->leftover.max_tokens = static_cast<uint32_t>(p.num_max_tokens);
+  scratch->leftover.num_words = (p.flags & DK_LL_LOGFMT) != 0 ? static_cast<uint32_t>(p.hidden / kScaleChannels) : 0;
   for (int slot = 0; slot < kLowLatencySlots; ++slot) scratch->leftover.slot[slot] = p.places.slot[slot];
   scratch->leftover.slot_bytes = p.at.slot_bytes;
   scratch->unsettled = 1;

@@ -30,6 +30,8 @@ __device__ __forceinline__ uint8_t *chunk_of(const BlockPlace &place, int lane) 
 }
 
 // By the 16 threads of a block together: sends 8 channels each to their places in a peer's slot; chunk `at` of the row.
+// kWhole: with zeros where codes leave a part of the block's place unused.
+template <bool kWhole = false>
 __device__ __forceinline__ void send_logfmt_chunk(const uint4 &data, uint8_t *row, uint32_t *infos, int at,
                                                   int chunks) {
   const uint32_t half = 0xffffu << (lane_id() & 16);
@@ -52,10 +54,12 @@ __device__ __forceinline__ void send_logfmt_chunk(const uint4 &data, uint8_t *ro
   for (int i = 0; i < 3; ++i)
     ptx::st_relaxed_sys(codes_of(place, lane, i),
                         kBlockThere | codes[3 * i] | codes[3 * i + 1] << 10 | codes[3 * i + 2] << 20);
+  if (kWhole) ptx::st_relaxed_sys(codes_of(place, lane, 3), 0u);
   if (lane == 0) ptx::st_relaxed_sys(info, kBlockThere | kBlockLogfmt | bits.high << 15 | bits.low);
 }
 
 // By `threads` threads, a multiple of 32: sends a row of BF16 to a peer's slot.
+template <bool kWhole = false>
 __device__ inline void send_logfmt(const uint8_t *row, uint8_t *to, uint32_t *infos, int hidden, int thread,
                                    int threads) {
   constexpr int kPiece = 4;
@@ -68,7 +72,7 @@ __device__ inline void send_logfmt(const uint8_t *row, uint8_t *to, uint32_t *in
       if (base + u * threads < chunks) data[u] = ptx::ld_stream(row + 16 * (base + u * threads));
 #pragma unroll
     for (int u = 0; u < kPiece; ++u)  // whole blocks of 16 threads
-      if (base + u * threads < chunks) send_logfmt_chunk(data[u], to, infos, base + u * threads, chunks);
+      if (base + u * threads < chunks) send_logfmt_chunk<kWhole>(data[u], to, infos, base + u * threads, chunks);
   }
 }
 

@@ -17,11 +17,11 @@ struct Divisor {
 #endif
 };
 
-// Where a send half whose rows cross by copy engines leaves them: [R, num_tokens] rows of row_bytes and as many of
-// words, in this rank's own memory. Null: rows are stored at their receivers.
+// Where a send half whose rows cross by copy engines leaves them: [R, tokens] rows of row_bytes and as many of words,
+// in this rank's own memory. Null: rows are stored at their receivers.
 struct Outbox {
   uint8_t *rows;
-  uint32_t *words;  // of FP8, as in a slot; FP4's scales lie behind a row's values
+  uint32_t *words;  // of FP8 and LogFMT, as in a slot; FP4's scales lie behind a row's values
   uint32_t row_bytes;
 };
 
@@ -65,8 +65,19 @@ struct LowLatencyDispatchParams : LowLatencyParams<dk_ll_dispatch_params> {
 };
 
 struct LowLatencyCombineParams : LowLatencyParams<dk_ll_combine_params> {  // layout_range and src_info are inputs here
+  static constexpr bool kCopies = false, kBeside = false;
   __device__ const uint8_t *x() const { return pointer<const uint8_t>(dk_ll_combine_params::x); }
   __device__ uint8_t *combined_x() const { return pointer<uint8_t>(dk_ll_combine_params::combined_x); }
+};
+// In a team with DK_TEAM_LL_COPY (see combine_outbox.cuh).
+struct CopiedCombineParams : LowLatencyCombineParams {
+  static constexpr bool kCopies = true;
+  Outbox outbox{};      // of [R, num_max_tokens] rows, for a send half
+  uint32_t defers = 0;  // 1: SumsBeside follows, and sums
+};
+// Of the kernel that sums beside the caller's stream, between the halves.
+struct SumsBesideParams : CopiedCombineParams {
+  static constexpr bool kBeside = true;
 };
 
 }  // namespace deepep
