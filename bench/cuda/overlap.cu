@@ -1,7 +1,8 @@
-// overlap.cu - low-latency dispatch in halves with a kernel between them that leaves the other SMs free, in graphs: how
-// much of the transfer it hides. With copies=1 rows cross by copy engines. Each line is a call's share of a graph of
-// calls less the time of the kernel between; the slowest rank's median. First the rows that replays leave are compared
-// with those of a whole call.
+// overlap.cu - low-latency dispatch and combine in halves with a kernel between them that leaves the other SMs free, in
+// graphs: how much of the transfer it hides. With copies=1 rows cross by copy engines. Each line is a call's share of a
+// graph of calls less the time of the kernel between; the slowest rank's median. First the rows that replays leave are
+// compared with those of a whole call; of a combine with copies=0, whose halves round less often, with eager halves.
+#include <functional>
 #include <string>
 
 #include "low_latency.h"
@@ -58,31 +59,35 @@ double time_graph(Rank &rank, F call) {
   return slowest(rank, median_and_p99(samples).median);
 }
 
-// An odd number of calls in a graph: the slots of replays alternate against those of whole calls.
-uint64_t compare(Rank &rank, const LowLatency &a, int format, size_t bytes) {
+// Half a call: DK_PHASE_*.
+using Half = std::function<void(uint32_t)>;
+
+// Whether `bytes` at `at` are the same after replays as after `expect()`. An odd number of calls in a graph: the slots
+// of replays alternate against those of whole calls.
+uint64_t compare(Rank &rank, uint8_t *at, size_t bytes, const std::function<void()> &expect, const Half &half) {
   const size_t chunks = bytes / 16;
   auto stream = reinterpret_cast<cudaStream_t>(rank.stream);
   uint8_t *expected = device_array<uint8_t>(bytes);
   unsigned long long *different = device_array<unsigned long long>(1), result = 0;
   CHECK_CUDA(cudaMemset(different, 0, 8));
-  CHECK_CUDA(cudaMemset(a.recv_x, 0xee, bytes));
+  CHECK_CUDA(cudaMemset(at, 0xee, bytes));
   CHECK_CUDA(cudaDeviceSynchronize());
-  dispatch(rank, a, format, 0, true);
+  expect();
   CHECK_CUDA(cudaStreamSynchronize(stream));
-  CHECK_CUDA(cudaMemcpy(expected, a.recv_x, bytes, cudaMemcpyDeviceToDevice));
+  CHECK_CUDA(cudaMemcpy(expected, at, bytes, cudaMemcpyDeviceToDevice));
   const Graph graph(rank, 3, [&] {
-    dispatch(rank, a, format, 0, true, DK_PHASE_SEND, 0);
-    dispatch(rank, a, format, 0, true, DK_PHASE_RECV, 0);
+    half(DK_PHASE_SEND);
+    half(DK_PHASE_RECV);
   });
   for (int replay = 0; replay < 200; ++replay) {
     if (replay % 50 == 0) {
       CHECK_CUDA(cudaStreamSynchronize(stream));
-      CHECK_CUDA(cudaMemset(a.recv_x, 0xee, bytes));
+      CHECK_CUDA(cudaMemset(at, 0xee, bytes));
       CHECK_CUDA(cudaDeviceSynchronize());
     }
     graph.launch(rank);
     if (replay % 50 != 49) continue;
-    count_different<<<256, 256, 0, stream>>>(reinterpret_cast<const uint4 *>(a.recv_x),
+    count_different<<<256, 256, 0, stream>>>(reinterpret_cast<const uint4 *>(at),
                                              reinterpret_cast<const uint4 *>(expected), chunks, different);
   }
   CHECK_CUDA(cudaStreamSynchronize(stream));
@@ -92,37 +97,77 @@ uint64_t compare(Rank &rank, const LowLatency &a, int format, size_t bytes) {
   return result;
 }
 
+void show(Rank &rank, const char *name, const Half &half) {
+  auto stream = reinterpret_cast<cudaStream_t>(rank.stream);
+  const double whole = time_graph(rank, [&] { half(DK_PHASE_BOTH); });
+  if (rank.rank == 0) printf("LL %-26s whole %19.1f us\n", name, whole);
+  for (const int us : {0, 5, 10, 20, 40}) {
+    const auto between = [&] {
+      if (us > 0) spin<<<1, 32, 0, stream>>>(1000ull * us);
+    };
+    const double both = time_graph(rank, [&] {
+      half(DK_PHASE_SEND);
+      between();
+      half(DK_PHASE_RECV);
+    });
+    const double alone = us == 0 ? 0 : time_graph(rank, between);
+    if (rank.rank == 0)
+      printf("LL %-26s halves, %2d us between %6.1f us, less the kernel between %6.1f\n", name, us, both, both - alone);
+  }
+  fflush(stdout);
+}
+// How long the send half keeps the caller's stream, with time enough for the rest before the next one.
+void show_send(Rank &rank, const char *name, const Half &half) {
+  EventPair events(rank);
+  std::vector<double> samples;
+  for (int i = 0; i < 30; ++i) {
+    rank.meet();
+    const double us = events.time([] {}, [&] { half(DK_PHASE_SEND); }, [] {});
+    half(DK_PHASE_RECV);
+    rank.sync();
+    if (i >= 5) samples.push_back(us);
+  }
+  const double longest = slowest(rank, median_and_p99(samples).median);
+  if (rank.rank == 0) printf("LL %-26s send half %15.1f us\n", name, longest);
+}
+
+void tell(Rank &rank, const char *name, uint64_t different) {
+  const double any = slowest(rank, static_cast<double>(different));
+  if (rank.rank == 0) printf("LL %-26s replays %s\n", name, any == 0 ? "ok" : "DIFFER");
+}
+
 }  // namespace
 
 void time_overlap(Rank &rank) {
   const Shape &s = rank.world->shape;
   LowLatency a = prepare(s, rank.rank, Routing(s, s.max_tokens, 1, false), false);
   rank.meet();
-  auto stream = reinterpret_cast<cudaStream_t>(rank.stream);
   for (const bool fp8 : {true, false}) {
     const int format = fp8 ? DK_FORMAT_FP8 : DK_FORMAT_BF16;
-    const char *name = fp8 ? "FP8" : "BF16";
+    const char *name = fp8 ? "dispatch FP8" : "dispatch BF16";
     const size_t bytes = size_t{1} * a.L * a.R * a.B * a.H * (fp8 ? 1 : 2);
-    const double different = slowest(rank, static_cast<double>(compare(rank, a, format, bytes)));
-    if (rank.rank == 0) printf("LL dispatch %-4s replays %s\n", name, different == 0 ? "ok" : "DIFFER");
-    const auto half = [&](uint32_t phase) { dispatch(rank, a, format, 0, true, phase, 0); };
-    const double whole = time_graph(rank, [&] { half(DK_PHASE_BOTH); });
-    if (rank.rank == 0) printf("LL dispatch %-4s whole %19.1f us\n", name, whole);
-    for (const int us : {0, 5, 10, 20, 40}) {
-      const auto between = [&] {
-        if (us > 0) spin<<<1, 32, 0, stream>>>(1000ull * us);
-      };
-      const double both = time_graph(rank, [&] {
-        half(DK_PHASE_SEND);
-        between();
-        half(DK_PHASE_RECV);
-      });
-      const double alone = us == 0 ? 0 : time_graph(rank, between);
-      if (rank.rank == 0)
-        printf("LL dispatch %-4s halves, %2d us between %6.1f us, less the kernel between %6.1f\n", name, us, both,
-               both - alone);
-    }
-    fflush(stdout);
+    const Half half = [&](uint32_t phase) { dispatch(rank, a, format, 0, true, phase, 0); };
+    tell(rank, name, compare(rank, a.recv_x, bytes, [&] { half(DK_PHASE_BOTH); }, half));
+    show(rank, name, half);
+  }
+  const struct {
+    const char *name;
+    bool weights;  // come with the dispatch
+    uint32_t flags;
+  } combines[] = {{"combine", false, 0}, {"combine, weights known", true, 0}, {"combine LogFMT", false, DK_LL_LOGFMT}};
+  for (const auto &c : combines) {
+    const Half half = [&](uint32_t phase) { combine(rank, a, c.flags, a.recv_x, phase, 2); };
+    dispatch(rank, a, DK_FORMAT_BF16, 0, c.weights);
+    rank.sync();
+    const auto expect = [&] {
+      if (s.copies) return half(DK_PHASE_BOTH);
+      half(DK_PHASE_SEND);
+      half(DK_PHASE_RECV);
+    };
+    const size_t bytes = size_t{2} * a.tokens * a.H;
+    tell(rank, c.name, compare(rank, reinterpret_cast<uint8_t *>(a.combined), bytes, expect, half));
+    show(rank, c.name, half);
+    show_send(rank, c.name, half);
   }
   rank.meet();
 }

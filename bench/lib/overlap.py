@@ -209,23 +209,37 @@ def _repeated(call: Call, count: int) -> None:
         call()
 
 
-def _halves_case(team: Team, case: Case, rounds: int) -> list[dict[str, Any]]:
+def _step(team: Team, case: Case, by: str) -> Step:
+    """Calls whose rows in halves cross by SMs, or by copy engines."""
+    os.environ["DEEPEP_LL_TRANSFER"] = by
+    try:
+        step = Step(team, case)
+    finally:
+        del os.environ["DEEPEP_LL_TRANSFER"]
+    if step.buffer.ll_transfer != by:
+        raise RuntimeError(f"rows of this buffer cross by {step.buffer.ll_transfer}, not by {by}")
+    return step
+
+
+def _halves_case(team: Team, case: Case, rounds: int, by: str) -> list[dict[str, Any]]:
     """Times in us of low-latency halves with GEMMs between them, of the GEMMs, and of the halves, in graphs."""
-    step, found = Step(team, case), []
+    step, found = _step(team, case, by), []
     meeting, gemm = Meeting(team, step.buffer, cold=False), _gemm(team, HALVES_GEMM)
     halves: dict[str, Callable[[], Call]] = {
         "dispatch FP8": lambda: step.dispatch(return_recv_hook=True)[4],
         "dispatch BF16": lambda: step.dispatch(fp8=False, return_recv_hook=True)[4],
         "combine": lambda: step.combine(return_recv_hook=True)[2],
+        "combine, weights known": lambda: step.combine(return_recv_hook=True)[2],
+        "combine LogFMT": lambda: step.combine(use_logfmt=True, return_recv_hook=True)[2],
     }
     for name, send in halves.items():
-        step.dispatch()
+        step.dispatch(weights=name == "combine, weights known")
         own = _replayed(team, meeting, partial(_around, send, lambda: None), rounds)
         for count in HALVES_GEMMS:
             gemms = partial(_repeated, gemm, count)
             alone = _replayed(team, meeting, gemms, rounds)
             both = _replayed(team, meeting, partial(_around, send, gemms), rounds)
-            entry = {"operation": name, "tokens": case.tokens, "gemms": count}
+            entry = {"operation": name, "by": by, "tokens": case.tokens, "gemms": count}
             found.append(entry | {"gemm": alone, "halves": own, "both": both})
     team.barrier()
     step.buffer.destroy()
@@ -267,13 +281,14 @@ def tables(found: dict[str, list[dict[str, Any]]], rounds: int) -> list[Table]:
         "Low-latency halves around GEMMs",
         f"BF16 GEMMs of {m} x {k} x {n} between the sending and the receiving half, in a graph of {REPEATS} of these; "
         f"a round's time by events, the slowest rank of each of {rounds} replays, median. Halves: without anything "
-        "between them. Hidden: the part of the halves' time that the GEMMs' time covers.",
-        ["call", "tokens", "GEMMs", "GEMMs alone", "halves alone", "together", "hidden"],
+        "between them. Hidden: the part of the halves' time that the GEMMs' time covers. By copy: "
+        "DEEPEP_LL_TRANSFER=copy.",
+        ["call", "by", "tokens", "GEMMs", "GEMMs alone", "halves alone", "together", "hidden"],
     )
     for e in found["halves"]:
         hidden = (e["gemm"] + e["halves"] - e["both"]) / e["halves"]
         halves.rows.append(
-            [e["operation"], str(e["tokens"]), str(e["gemms"]), duration(e["gemm"]), duration(e["halves"]),
+            [e["operation"], e["by"], str(e["tokens"]), str(e["gemms"]), duration(e["gemm"]), duration(e["halves"]),
              duration(e["both"]), f"{hidden:.0%}"]
         )  # fmt: skip
     return [normal, halves]
@@ -288,5 +303,9 @@ def measure(team: Team, hidden: int, rounds: int) -> dict[str, list[dict[str, An
         for tokens in NORMAL_TOKENS
         for by in ("sm", "copy")
     ]
-    halves = [_halves_case(team, Case(team.size, tokens, hidden), rounds) for tokens in HALVES_TOKENS]
+    halves = [
+        _halves_case(team, Case(team.size, tokens, hidden), rounds, by)
+        for tokens in HALVES_TOKENS
+        for by in ("sm", "copy")
+    ]
     return {"normal": sum(normal, []), "halves": sum(halves, [])}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -126,7 +127,17 @@ def rank_elastic(ctx: Any, replays: int, expand: bool) -> None:
         ctx.barrier()
 
 
-def rank_low_latency(ctx: Any, replays: int, combines: int, weights_known: bool) -> None:
+def rank_low_latency(ctx: Any, replays: int, combines: int, weights_known: bool, halves_by: str | None) -> None:
+    """`halves_by`: of DEEPEP_LL_TRANSFER; None: calls in one piece."""
+    if halves_by is not None:
+        os.environ["DEEPEP_LL_TRANSFER"] = halves_by
+    try:
+        _rank_low_latency(ctx, replays, combines, weights_known, halves_by is not None)
+    finally:
+        os.environ.pop("DEEPEP_LL_TRANSFER", None)
+
+
+def _rank_low_latency(ctx: Any, replays: int, combines: int, weights_known: bool, in_halves: bool) -> None:
     case = for_ranks(ctx, LOW_LATENCY)
     gen = cases.generator(ctx.rank, 31)
     num_tokens, hidden = case.tokens[ctx.rank], case.hidden
@@ -138,9 +149,20 @@ def rank_low_latency(ctx: Any, replays: int, combines: int, weights_known: bool)
     known = {"topk_weights": weights} if weights_known else {}
     with lowlat.buffer_of(ctx, case, B) as buffer:
 
+        def both(hook: Any) -> None:
+            if hook is not None:
+                hook()
+
         def calls() -> Any:
-            recv_x, counts, handle, _, _ = buffer.low_latency_dispatch(x, idx, B, case.experts, use_fp8=False, **known)
-            sums = [buffer.low_latency_combine(recv_x, idx, weights, handle)[0] for _ in range(combines)]
+            recv_x, counts, handle, _, hook = buffer.low_latency_dispatch(
+                x, idx, B, case.experts, use_fp8=False, return_recv_hook=in_halves, **known
+            )
+            both(hook)
+            sums = []
+            for _ in range(combines):
+                got, _, hook = buffer.low_latency_combine(recv_x, idx, weights, handle, return_recv_hook=in_halves)
+                both(hook)
+                sums.append(got)
             return counts, sums
 
         replay = capture(ctx, calls)
@@ -177,8 +199,9 @@ def test_elastic(pool, replays, expand):
 
 
 @pytest.mark.parametrize(("combines", "weights_known"), [(1, False), (2, False), (1, True)])
-def test_low_latency(pool, replays, combines, weights_known):
-    pool.run(3, rank_low_latency, replays, combines, weights_known, deadline=60.0)
+@pytest.mark.parametrize("halves_by", [None, "sm", "copy"])
+def test_low_latency(pool, replays, combines, weights_known, halves_by):
+    pool.run(3, rank_low_latency, replays, combines, weights_known, halves_by, deadline=60.0)
 
 
 def rank_lost(ctx: Any, normal_mode: bool) -> tuple[float, str, int, float]:
