@@ -18,8 +18,8 @@ PLUGIN_SRC   := $(sort $(wildcard nvshmem/testtransport/*.cpp nvshmem/testtransp
 PLUGIN_OBJ   := $(addprefix $(OBJ)/,$(addsuffix .o,$(basename $(PLUGIN_SRC))))
 GPU_TEST_OBJ := $(addprefix $(OBJ)/nvshmem/tests/,cases.o ranks.o transport_test.o)
 PARTS_TEST_OBJ := $(addprefix $(OBJ)/nvshmem/tests/,wire_test.o memory_test.o)
-INTERNODE_TEST_OBJ := $(addprefix $(OBJ)/nvshmem/tests/,internode_test.o internode_shrink_test.o internode_routed_test.o internode_routed_shrink_test.o internode_low_latency_test.o network.o)
-NVSHMEM_ALL  := $(LIB)/libdeepep_nvshmem.so $(PLUGIN) $(addprefix $(NVSHMEM_OUT)/,transport_test wire_test memory_test internode_test internode_shrink_test internode_routed_test internode_routed_shrink_test internode_low_latency_test probe)
+INTERNODE_TEST_OBJ := $(addprefix $(OBJ)/nvshmem/tests/,internode_test.o internode_shrink_test.o internode_routed_test.o internode_routed_shrink_test.o internode_low_latency_test.o worker_test.o network.o)
+NVSHMEM_ALL  := $(LIB)/libdeepep_nvshmem.so $(PLUGIN) $(addprefix $(NVSHMEM_OUT)/,transport_test wire_test memory_test internode_test internode_shrink_test internode_routed_test internode_routed_shrink_test internode_low_latency_test worker_test probe)
 
 # The device link takes the codes that NVSHMEM's device part has, and can make no PTX. sm_100 runs on 10.3, too.
 RDC_CODE := $(SM80_CODE) $(if $(filter 0,$(SM90)),,$(call gencode,90)) $(if $(NEWER_CODES),$(call gencode,100 120))
@@ -62,11 +62,29 @@ $(LIB)/libdeepep_nvshmem.so: $(NVSHMEM_PARTS) tools/kernels.map | $(LINK_READY)
 	$(LINK_CXX) $(GPU_LINKFLAGS) -Wl,-rpath,'$$ORIGIN/../../nvidia/nvshmem/lib' -o $@ $(NVSHMEM_PARTS) \
 	  $(CUDA_LINK) $(NVSHMEM_LIB)/lib/libnvshmem_device.a -lcudadevrt -lcudart_static -ldl -lrt $(CXX_LIBS)
 
+# For benchmarks: the same library, whose kernels post to the test transport's worker themselves (nvshmem/internode/wire.cuh).
+WIRE_LIB := $(NVSHMEM_OUT)/libdeepep_nvshmem_wire.so
+WIRE_SRC := nvshmem/transport.cu nvshmem/internode/normal.cu
+WIRE_OBJ := $(WIRE_SRC:%.cu=$(OBJ)/wire/%.o)
+WIRE_DEVICE_OBJ := $(filter-out $(WIRE_SRC:%.cu=$(OBJ)/%.o),$(DEVICE_OBJ)) $(WIRE_OBJ)
+$(OBJ)/wire/nvshmem/internode/normal.o: NVSHMEM_FLAGS += -maxrregcount=96
+$(WIRE_OBJ): $(OBJ)/wire/%.o: %.cu $(OBJ)/nvshmem.flags | $(CUDA_READY) $(NVSHMEM_READY) $(OBJ)/nvshmem_build_id.h need-cxx
+	@mkdir -p $(@D)
+	$(NVCC) $(NVSHMEM_FLAGS) -DDEEPEP_TEST_WIRE $(call code_of,$*) -MMD -MP -MF $(@:.o=.d) -c -o $@ $<
+$(OBJ)/wire/device_link.o: $(WIRE_DEVICE_OBJ)
+	$(NVCC) $(NVCC_HOST) -dlink -Xcompiler -fPIC $(RDC_CODE) $(COMPRESS) -o $@ $(WIRE_DEVICE_OBJ) -L$(NVSHMEM_LIB)/lib $(CUDA_LINK) -lnvshmem_device -lcudadevrt
+WIRE_PARTS = $(filter-out $(WIRE_SRC:%.cu=$(OBJ)/%.o) $(OBJ)/nvshmem/device_link.o,$(NVSHMEM_PARTS)) $(WIRE_OBJ) $(OBJ)/wire/device_link.o
+$(WIRE_LIB): $(WIRE_PARTS) tools/kernels.map
+	@mkdir -p $(@D)
+	$(CXX) $(GPU_LINKFLAGS) -o $@ $(WIRE_PARTS) $(CUDA_LINK) $(NVSHMEM_LIB)/lib/libnvshmem_device.a -lcudadevrt -lcudart_static -ldl -lrt
+
+nvshmem-wire: $(WIRE_LIB) $(PLUGIN) ## build the library whose kernels post to the test transport's NIC, for bench_ops
+
 # ---- C++ objects. For tests: the plugin, a program for GPUs, programs that need none
 
 $(filter $(OBJ)/nvshmem/testtransport/kernels.o,$(PLUGIN_OBJ)): $(OBJ)/%.o: %.cu $(OBJ)/nvshmem.flags | need-cxx
 	@mkdir -p $(@D)
-	$(NVCC) $(NVSHMEM_FLAGS) $(SM80_CODE) -gencode arch=compute_80,code=compute_80 -MMD -MP -MF $(@:.o=.d) -c -o $@ $<
+	$(NVCC) $(NVSHMEM_FLAGS) $(SM80_CODE) $(if $(filter 0,$(SM90)),,$(call gencode,90)) -gencode arch=compute_80,code=compute_80 -MMD -MP -MF $(@:.o=.d) -c -o $@ $<
 
 $(filter-out %/kernels.o,$(PLUGIN_OBJ)) $(HOST_PART_OBJ) $(GPU_TEST_OBJ) $(PARTS_TEST_OBJ): $(OBJ)/%.o: %.cpp $(OBJ)/nvshmem.flags | need-cxx
 	@mkdir -p $(@D)
@@ -82,6 +100,7 @@ $(NVSHMEM_OUT)/transport_test: $(GPU_TEST_OBJ)
 	$(CXX) -pthread -static-libstdc++ -o $@ $(GPU_TEST_OBJ) $(CUDA_LINK) -lcudart_static -ldl -lrt
 
 # Parts of the plugin over the test's stand-ins for CUDA.
+$(NVSHMEM_OUT)/wire_test: $(OBJ)/nvshmem/testtransport/rings.o
 $(NVSHMEM_OUT)/wire_test $(NVSHMEM_OUT)/memory_test: $(NVSHMEM_OUT)/%_test: $(OBJ)/nvshmem/tests/%_test.o $(OBJ)/nvshmem/testtransport/%.o
 	@mkdir -p $(@D)
 	$(CXX) -pthread -o $@ $^
@@ -98,4 +117,9 @@ $(NVSHMEM_OUT)/probe: nvshmem/tests/probe.c $(wildcard kernels/abi/*.h) | need-c
 	@mkdir -p $(@D)
 	$(C_COMMAND) -o $@ $< -ldl
 
--include $(NVSHMEM_OBJ:.o=.d) $(HOST_PART_OBJ:.o=.d) $(PLUGIN_OBJ:.o=.d) $(GPU_TEST_OBJ:.o=.d) $(PARTS_TEST_OBJ:.o=.d) $(INTERNODE_TEST_OBJ:.o=.d)
+# The worker's kernel, and its host side, likewise.
+$(NVSHMEM_OUT)/worker_test: $(OBJ)/nvshmem/tests/worker_test.o $(OBJ)/nvshmem/testtransport/rings.o $(OBJ)/nvshmem/tests/network.o $(EMULATE_OBJ)
+	@mkdir -p $(@D)
+	$(CXX) -pthread -o $@ $^
+
+-include $(NVSHMEM_OBJ:.o=.d) $(WIRE_OBJ:.o=.d) $(HOST_PART_OBJ:.o=.d) $(PLUGIN_OBJ:.o=.d) $(GPU_TEST_OBJ:.o=.d) $(PARTS_TEST_OBJ:.o=.d) $(INTERNODE_TEST_OBJ:.o=.d)

@@ -7,6 +7,11 @@
 
 #include "internode/layout.h"
 #include "internode/low_latency/put.cuh"
+#ifdef DEEPEP_TEST_WIRE
+#include <dlfcn.h>
+
+#include "internode/wire.cuh"
+#endif
 #include "network.h"
 
 namespace deepep {
@@ -199,22 +204,52 @@ const std::vector<int> &internode::transport_queues(uint64_t transport) {
   return handle_of<Transport>(transport)->handles;
 }
 
+#ifdef DEEPEP_TEST_WIRE
+__device__ testtransport::WorkerState *internode::wire_worker = nullptr;
+
+namespace {
+cudaError_t find_worker() {
+  using Find = void *(*)();
+  const auto find = reinterpret_cast<Find>(dlsym(RTLD_DEFAULT, "testtransport_worker"));
+  void *worker = find == nullptr ? nullptr : find();
+  return cudaMemcpyToSymbol(internode::wire_worker, &worker, sizeof worker);
+}
+}  // namespace
+#endif
+
 __device__ void internode::put_by_warp(void *to, const void *from, uint32_t bytes, uint64_t *word, uint64_t value,
                                        int rank) {
   __threadfence_system();  // a NIC reads what other threads wrote
+#ifdef DEEPEP_TEST_WIRE
+  if (put_by_wire(rank, to, from, bytes, word, value)) return;
+#endif
   nvshmemx_putmem_signal_nbi_warp(to, from, bytes, word, value, NVSHMEM_SIGNAL_SET, rank);
 }
 __device__ void internode::signal_by_thread(uint64_t *word, uint64_t value, int rank) {
+#ifdef DEEPEP_TEST_WIRE
+  if (wire_worker != nullptr) return testtransport::post_put(wire_worker, rank, nullptr, nullptr, 0, word, value);
+#endif
   nvshmemx_signal_op(word, value, NVSHMEM_SIGNAL_SET, rank);
 }
 __device__ void internode::get_by_thread(uint64_t *to, const uint64_t *from, int words, int rank) {
+#ifdef DEEPEP_TEST_WIRE
+  if (wire_worker != nullptr) return testtransport::post_get(wire_worker, rank, to, from, 8ull * words);
+#endif
   nvshmem_uint64_get_nbi(to, from, static_cast<size_t>(words), rank);
 }
-__device__ void internode::quiet_by_thread() { nvshmem_quiet(); }
+__device__ void internode::quiet_by_thread() {
+#ifdef DEEPEP_TEST_WIRE
+  if (wire_worker != nullptr) testtransport::wait_for_posts(wire_worker);
+#endif
+  nvshmem_quiet();
+}
 
 cudaError_t load_transport_kernels() {
   cudaFuncAttributes attributes{};
-  const cudaError_t error = cudaFuncGetAttributes(&attributes, put_kernel);
+  cudaError_t error = cudaFuncGetAttributes(&attributes, put_kernel);
+#ifdef DEEPEP_TEST_WIRE
+  if (error == cudaSuccess) error = find_worker();
+#endif
   return error == cudaSuccess ? cudaFuncGetAttributes(&attributes, quiet_kernel) : error;
 }
 

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # run_nodes_gpu.sh FOLDER [SECONDS] - the CUDA engine across nodes, on 4 GPUs of this machine, from build/ (make lib kernels cuda
 # nvshmem), within SECONDS (600). First nodes are a setting and puts go by NVLink; then nodes are hosts that only NVSHMEM's test
-# transport connects, without and with delays. With fewer than 4 GPUs: 2 nodes of one rank; with MPS=1, 4 ranks that share one GPU at the
+# transport connects, without delays, with delays, and as a NIC of 50 GB/s (nic-*, and wire-* with kernels that post to it themselves, if
+# there is that library: make nvshmem-wire). With fewer than 4 GPUs: 2 nodes of one rank; with MPS=1, 4 ranks that share one GPU at the
 # same time (nothing is killed then: under MPS a killed process may take others along). Writes a log for each run and summary.txt to FOLDER,
 # and prints summary.txt. PYTHON (python3) has torch, pytest and NVSHMEM's wheel. ONLY="NAME ...": only these runs.
 set -u
@@ -51,6 +52,14 @@ run() {
 # of the proxy waits for that kernel, and the copy for the load. And no copy may be queued behind a kernel that waits for it.
 apart=(DEEPEP_TEST_PLUGIN="$plugin" NVSHMEM_REMOTE_TRANSPORT=ibdevx CUDA_MODULE_LOADING=EAGER CUDA_DEVICE_MAX_CONNECTIONS=32)
 late=("${apart[@]}" DEEPEP_TESTTRANSPORT=11:200:4)
+nic=("${apart[@]}" DEEPEP_TESTTRANSPORT=nic:2:50:100)
+wire=$built/nvshmem/libdeepep_nvshmem_wire.so
+if [ -e "$wire" ]; then # in a folder of the kernel libraries, in place of the other
+	mkdir -p "$out/kernels"
+	ln -sf "$built"/lib/*.so* "$out/kernels"
+	ln -sf "$wire" "$out/kernels/libdeepep_nvshmem.so"
+	posting=("${nic[@]}" DEEPEP_KERNELS="$out/kernels")
+fi
 tests() { echo "$python" -m pytest -v --no-header --maxfail=4 --durations=6 -p no:cacheprovider "$@"; }
 selftest=("$python" nvshmem/tests/selftest_nodes.py internode --num-processes "$ranks" --timeout 20)
 normal=python/tests/test_internode.py low_latency=python/tests/test_internode_low_latency.py
@@ -86,6 +95,12 @@ run apart-failures 120 "${apart[@]}" -- "${dead[@]}"
 run apart-masks 150 DEEPEP_TEST_FULL=1 "${apart[@]}" -- "${masks[@]}"
 run apart-graphs 60 "${apart[@]}" -- "${graphs[@]}"
 run apart-late 100 "${late[@]}" -- "${some[@]}"
+run nic-normal 100 "${nic[@]}" -- "${first[@]}"
+run nic-low-latency 100 "${nic[@]}" -- "${fast[@]}" -k "2x2 or 4x1 or 2x1"
+if [ -e "$wire" ]; then
+	run wire-normal 100 "${posting[@]}" -- "${first[@]}"
+	run wire-low-latency 100 "${posting[@]}" -- "${fast[@]}" -k "2x2 or 4x1 or 2x1"
+fi
 for log in "$out"/*.log; do
 	echo "==== $(basename "$log")"
 	tail -n 40 "$log" | cut -c 1-400

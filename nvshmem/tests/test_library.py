@@ -295,17 +295,30 @@ def test_calls_before_attach_are_refused() -> None:
 
 def test_plugin_accepts_interface_3_only() -> None:
     assert abi_check.dynamic(PLUGIN, "SONAME") == ["nvshmem_transport_ibdevx.so.3"]
-    assert abi_check.exported(PLUGIN) == {"nvshmemt_init", "testtransport_count", "testtransport_lose"}
+    assert abi_check.exported(PLUGIN) == {
+        "nvshmemt_init",
+        "testtransport_count",
+        "testtransport_lose",
+        "testtransport_read_nic",
+        "testtransport_worker",
+    }
     code, text = run(PROBE, PLUGIN, "interface", 30000)
     assert code == 0 and "init: 0" in text and "says version: 30000" in text
     code, text = run(PROBE, PLUGIN, "interface", 40000)
     assert "init: 1" in text and "interface 3" in text and "interface 4" in text
 
 
-@pytest.mark.parametrize(("program", "count"), [("wire_test", 7), ("memory_test", 11)])
+@pytest.mark.parametrize(("program", "count"), [("wire_test", 10), ("memory_test", 11)])
 def test_parts_of_the_plugin(program: str, count: int) -> None:
     code, text = run(OUT / program)
     assert code == 0 and f"{count} passed, 0 failed" in text, text
+
+
+@pytest.mark.parametrize("seed", range(1, 41 if os.environ.get("DEEPEP_TEST_FULL", "0") not in ("", "0") else 2))
+def test_the_worker_that_plays_a_nic_on_the_host(seed: int) -> None:
+    """Its kernel lane by lane: rate, latency, order and turns; posts of the host and of kernels; losses, its end."""
+    code, text = run(OUT / "worker_test", seed)
+    assert code == 0 and text.count(": ok") == 1, text
 
 
 @pytest.mark.parametrize("first", range(1, 61 if os.environ.get("DEEPEP_TEST_FULL", "0") not in ("", "0") else 4, 3))

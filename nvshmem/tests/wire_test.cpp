@@ -21,6 +21,21 @@ cudaError_t cudaStreamCreateWithFlags(cudaStream_t *stream, unsigned) {
   return cudaSuccess;
 }
 cudaError_t cudaStreamSynchronize(cudaStream_t) { return cudaSuccess; }
+cudaError_t cudaStreamQuery(cudaStream_t) { return cudaSuccess; }
+cudaError_t cudaMalloc(void **at, size_t bytes) {
+  *at = aligned_alloc(64, (bytes + 63) / 64 * 64);
+  return cudaSuccess;
+}
+cudaError_t cudaHostAlloc(void **at, size_t bytes, unsigned) { return cudaMalloc(at, bytes); }
+cudaError_t cudaFree(void *at) {
+  free(at);
+  return cudaSuccess;
+}
+cudaError_t cudaFreeHost(void *at) { return cudaFree(at); }
+cudaError_t cudaMemsetAsync(void *at, int value, size_t bytes, cudaStream_t) {
+  memset(at, value, bytes);
+  return cudaSuccess;
+}
 cudaError_t cudaStreamDestroy(cudaStream_t) { return cudaSuccess; }
 const char *cudaGetErrorString(cudaError_t) { return "no error"; }
 }
@@ -31,6 +46,29 @@ cudaError_t load_wire_kernels() { return cudaSuccess; }
 cudaError_t enqueue_atomic(const Work &work, cudaStream_t) {
   seen.push_back(work.value);
   return cudaSuccess;
+}
+
+// In place of the worker: does what the host has posted, at once. worker_test.cpp has the worker itself.
+static std::vector<Post> done_posts;
+static int launches = 0;
+static cudaError_t worker_error = cudaSuccess;
+cudaError_t load_worker() { return cudaSuccess; }
+cudaError_t measure_tick(uint64_t *ns, cudaStream_t) {
+  *ns = 32;
+  return cudaSuccess;
+}
+cudaError_t launch_worker(const WorkerParams &p, cudaStream_t) {
+  ++launches;
+  for (int q = 0; q < p.state->num_queues; q += 2) {
+    uint64_t &head = p.state->heads[q];
+    for (const Post *slot; (slot = p.state->rings[q] + head % kRingSlots)->ready == head / kRingSlots + 1; ++head) {
+      done_posts.push_back(*slot);
+      memcpy(reinterpret_cast<void *>(slot->target), reinterpret_cast<const void *>(slot->source), slot->bytes);
+    }
+    p.control->taken[q] = p.control->done[q] = head;
+  }
+  p.control->running = 0;
+  return worker_error;
 }
 }  // namespace testtransport
 
@@ -153,6 +191,89 @@ bool a_lost_peer_takes_nothing(bool good = true) {
   return good;
 }
 
+Settings nic_of(const char *text) {
+  Settings s;
+  if (!parse_settings(text, &s)) printf("%s was refused\n", text);
+  return s;
+}
+
+bool a_port_has_a_rate_a_post_rate_and_a_latency(bool good = true) {
+  const NicTiming t = nic_of("nic:2:50:4").timing;  // 20 ps a byte, 250 ns an operation
+  NicPort port;
+  const Passage idle = port.pass(t, 7000000, 50000, true, 1);
+  EXPECT(idle.begin == 7000000 && idle.end == 8000000 && idle.due == 10000000);
+  const Passage behind = port.pass(t, 7500000, 50000, true, 1);
+  EXPECT(behind.begin == 8000000 && behind.end == 9000000 && behind.due == 11000000);
+  const Passage small = port.pass(t, 9000000, 8, true, 1), next = port.pass(t, 9000000, 8, true, 2);
+  EXPECT(small.end == 9250000 && next.begin == 9250000 && next.due == 9500000 + 2 * 2000000);
+  const Passage rest = port.pass(t, 0, 8, false, 1);  // of an operation that has begun
+  EXPECT(rest.end == 9500000 + 160);
+  const NicTiming free = nic_of("nic:0:0").timing;
+  for (int i = 0; i < 1000; ++i) EXPECT(port.pass(free, 20000000, 1 << 20, true, 1).due == 20000000);
+  uint64_t sent = 0, first = 0;
+  NicPort steady;
+  const NicTiming slow = nic_of("nic:1.5:12.5").timing;
+  for (int i = 1; i <= 10000; ++i) {
+    sent += static_cast<uint64_t>(i);
+    const Passage one = steady.pass(slow, 1000, static_cast<uint64_t>(i), true, 1);
+    if (i == 1) first = one.begin;
+    EXPECT(one.due == one.end + 1500000 && one.end - first >= sent * 80 && one.end - first <= sent * 80 + 10000);
+  }
+  return good;
+}
+
+bool queues_take_turns(bool good = true) {
+  RoundRobin turn;
+  int served[32] = {};
+  for (int i = 0; i < 300; ++i) ++served[turn.pick(0x80000005u)];
+  EXPECT(served[0] == 100 && served[2] == 100 && served[31] == 100);
+  EXPECT(turn.pick(0x10) == 4 && turn.pick(0x10) == 4 && turn.pick(0x11) == 0 && turn.pick(0x11) == 4);
+  return good;
+}
+
+bool a_nic_gets_what_is_posted(bool good = true) {
+  std::vector<char> from(5000, 7), to(5000, 0);
+  launches = 0;
+  done_posts.clear();
+  Wire wire(0, 3, nic_of("nic:2:50"));
+  EXPECT(wire.start() == 0 && launches == 1 && wire.worker() != nullptr);
+  EXPECT(wire.worker()->timing.latency == 2032000 && wire.worker()->num_queues == 6);  // a tick of the clock longer
+  Work put;
+  put.target = to.data();
+  put.source = from.data();
+  put.bytes = from.size();
+  EXPECT(wire.post(1, put) == 0 && wire.fence(1) == 0 && wire.post(1, atomic(9)) == 0);
+  Work fetch = atomic(3);
+  uint64_t result[2] = {};
+  fetch.atomic = Atomic::kFetchAdd;
+  fetch.result = result;
+  fetch.result_flag = 55;
+  EXPECT(wire.post(2, fetch) == 0);
+  EXPECT(to != from && done_posts.empty());  // it waits for the worker
+  EXPECT(wire.quiet(1) == 0 && to == from && done_posts.size() == 3 && launches == 2);
+  if (done_posts.size() == 3) {
+    const Post &copied = done_posts[0], &added = done_posts[1], &fetched = done_posts[2];
+    EXPECT(copied.pe == 1 && copied.bytes == 5000 && copied.word_bytes == 0 && copied.flags == 0);
+    EXPECT(added.pe == 1 && added.value == 9 && added.word_bytes == 8 && added.bytes == 0);
+    EXPECT(fetched.pe == 2 && fetched.flags == (kReturns | kHasResult) && fetched.result_flag == 55 &&
+           fetched.target == reinterpret_cast<uint64_t>(result));
+  }
+  testtransport_counts counts{};
+  EXPECT(wire.count(1, &counts) == 0 && counts.puts == 1 && counts.atomics == 1 && counts.fences == 1 &&
+         counts.bytes == 5008);
+  for (uint32_t i = 0; i < 3 * kRingSlots; ++i) EXPECT(wire.post(1, atomic(i)) == 0);  // the worker makes room
+  EXPECT(wire.lose(1) == 0 && wire.post(1, put) == 0 && wire.quiet(1) == 0);
+  EXPECT(done_posts.size() == 3 + 3 * kRingSlots && wire.count(1, &counts) == 0 && counts.dropped == 1);
+  testtransport_nic nic{};
+  EXPECT(wire.read_nic(&nic) == 0 && nic.tick_ns == 32 && nic.launches == static_cast<uint64_t>(launches));
+  worker_error = cudaErrorLaunchFailure;
+  EXPECT(wire.progress() != 0);
+  worker_error = cudaSuccess;
+  Wire too_many(0, kMaxPes + 1, nic_of("nic:2:50"));
+  EXPECT(too_many.start() != 0);
+  return good;
+}
+
 bool settings_are_checked(bool good = true) {
   Settings s;
   EXPECT(parse_settings(nullptr, &s) && s.max_delay_ns == 0);
@@ -161,14 +282,29 @@ bool settings_are_checked(bool good = true) {
   EXPECT(parse_settings("7:300:2", &s) && s.num_queues == 2);
   for (const char *wrong : {"x", "7:", "7:a", "7:1:0", "7:1:2:3", "-1", "7:1:2000", "7 "})
     EXPECT(!parse_settings(wrong, &s));
+  EXPECT(parse_settings("nic:2:50", &s) && s.nic && s.timing.latency == 2000000 && s.timing.byte_1024 == 20480 &&
+         s.timing.post == 0);
+  EXPECT(parse_settings("nic:0.5:12.5:100", &s) && s.timing.latency == 500000 && s.timing.byte_1024 == 81920 &&
+         s.timing.post == 10000);
+  EXPECT(parse_settings("nic:0:0:0", &s) && s.nic && s.timing.latency + s.timing.byte_1024 + s.timing.post == 0);
+  for (const char *wrong : {"nic", "nic:", "nic:2", "nic:2:", "nic:2:50:", "nic:2:50:1:1", "nic:-2:50", "nic:2:inf",
+                            "nic:2:50 ", "nic:1e9:50", "nic:2:0.0001", "nic: 2:50", "nic:nan:50", "7:nic"})
+    EXPECT(!parse_settings(wrong, &s) && !s.nic);
   return good;
 }
 
 }  // namespace
 
 int main() {
-  bool (*const tests[])(bool) = {at_once_in_order,        fences_hold_and_nothing_else,       nothing_before_its_time,
-                                 due_work_goes_by_itself, puts_come_in_pieces_last_one_first, a_lost_peer_takes_nothing,
+  bool (*const tests[])(bool) = {at_once_in_order,
+                                 fences_hold_and_nothing_else,
+                                 nothing_before_its_time,
+                                 due_work_goes_by_itself,
+                                 puts_come_in_pieces_last_one_first,
+                                 a_lost_peer_takes_nothing,
+                                 a_port_has_a_rate_a_post_rate_and_a_latency,
+                                 queues_take_turns,
+                                 a_nic_gets_what_is_posted,
                                  settings_are_checked};
   int passed = 0;
   for (const auto test : tests) test(true) ? ++passed : ++failures;

@@ -1,5 +1,6 @@
-// kernels.cu - executes atomics, and puts of a value, by one thread of the GPU.
+// kernels.cu - executes atomics, and puts of a value, by one thread of the GPU; launches the worker.
 #include "wire.h"
+#include "worker.cuh"
 
 namespace testtransport {
 namespace {
@@ -12,38 +13,9 @@ struct AtomicParams {
   volatile unsigned long long *result;
 };
 
-template <class T>
-__device__ T apply(T *word, Atomic what, T value, T compare) {
-  switch (what) {
-    case Atomic::kIncrement:
-    case Atomic::kFetchIncrement: return atomicAdd_system(word, T(1));
-    case Atomic::kAdd:
-    case Atomic::kSignalAdd:
-    case Atomic::kFetchAdd: return atomicAdd_system(word, value);
-    case Atomic::kAnd:
-    case Atomic::kFetchAnd: return atomicAnd_system(word, value);
-    case Atomic::kOr:
-    case Atomic::kFetchOr: return atomicOr_system(word, value);
-    case Atomic::kXor:
-    case Atomic::kFetchXor: return atomicXor_system(word, value);
-    case Atomic::kFetch: return atomicAdd_system(word, T(0));
-    case Atomic::kCompareSwap: return atomicCAS_system(word, compare, value);
-    default: return atomicExch_system(word, value);  // set, signal, swap
-  }
-}
-
 __global__ void atomic_kernel(const __grid_constant__ AtomicParams p) {
   __threadfence_system();  // after what precedes it on the stream
-  unsigned long long old = 0;
-  if (p.bytes == 8)
-    old = apply(static_cast<unsigned long long *>(p.target), p.what, p.value, p.compare);
-  else if (p.bytes == 4)
-    old = apply(static_cast<unsigned *>(p.target), p.what, static_cast<unsigned>(p.value),
-                static_cast<unsigned>(p.compare));
-  else if (p.bytes == 2)
-    *static_cast<volatile unsigned short *>(p.target) = static_cast<unsigned short>(p.value);
-  else
-    *static_cast<volatile unsigned char *>(p.target) = static_cast<unsigned char>(p.value);
+  const unsigned long long old = apply_word(p.target, p.what, p.bytes, p.value, p.compare);
   __threadfence_system();
   if (p.result == nullptr) return;
   p.result[0] = old;
@@ -52,7 +24,39 @@ __global__ void atomic_kernel(const __grid_constant__ AtomicParams p) {
   __threadfence_system();
 }
 
+__global__ void __launch_bounds__(kWorkerThreads, 1) worker_kernel(const __grid_constant__ WorkerParams p) {
+  __shared__ WorkerShared shared;
+  work(p, shared);
+}
+
+// The least step of the clock that is seen in a while.
+__global__ void tick_kernel(uint64_t *ns) {
+  uint64_t least = ~uint64_t{0}, last = ptx::global_timer_ns();
+  for (int changes = 0; changes < 32;) {
+    const uint64_t now = ptx::global_timer_ns();
+    if (now == last) continue;
+    if (++changes > 1 && now - last < least) least = now - last;
+    last = now;
+  }
+  *ns = least;
+}
+
 }  // namespace
+
+cudaError_t load_worker() {
+  cudaFuncAttributes attributes{};
+  return cudaFuncGetAttributes(&attributes, worker_kernel);
+}
+
+cudaError_t measure_tick(uint64_t *ns, cudaStream_t stream) {
+  tick_kernel<<<1, 1, 0, stream>>>(ns);
+  return cudaGetLastError();
+}
+
+cudaError_t launch_worker(const WorkerParams &params, cudaStream_t stream) {
+  worker_kernel<<<kWorkerBlocks, kWorkerThreads, 0, stream>>>(params);
+  return cudaGetLastError();
+}
 
 cudaError_t load_wire_kernels() {
   cudaFuncAttributes attributes{};

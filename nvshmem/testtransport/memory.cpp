@@ -287,6 +287,16 @@ bool prepare_memory(const MemoryHandle &handle) {
   return map_once(shared) != nullptr;
 }
 
+void *start_of(const MemoryHandle &handle) {
+  Shared shared;
+  memcpy(&shared, &handle, sizeof shared);
+  if (shared.magic != kMagic) return nullptr;
+  if (shared.pid == getpid()) return reinterpret_cast<void *>(shared.address);
+  const std::lock_guard<std::mutex> lock(taking);
+  const auto found = mapped.find({shared.pid, shared.serial});
+  return found == mapped.end() ? nullptr : reinterpret_cast<void *>(found->second.address + shared.offset);
+}
+
 void forget_memory() {
   {
     const std::lock_guard<std::mutex> lock(taking);

@@ -20,6 +20,7 @@ int unshare_memory(MemoryHandle *handle);
 // The address in this process of a `place` of another process; null, after a message, if it cannot be mapped.
 void *reach_memory(const Place &place);
 bool prepare_memory(const MemoryHandle &handle);  // maps it for later calls of reach_memory
+void *start_of(const MemoryHandle &handle);       // of the registered part, in this process; null: not mapped
 void forget_memory();                             // unmaps all, closes all
 
 }  // namespace testtransport

@@ -16,6 +16,7 @@ namespace testtransport {
 namespace {
 
 std::unique_ptr<Wire> wire;  // of this process; connect_endpoints() creates it, when the PE is known
+std::vector<Area> areas;     // of the heap
 
 int can_reach_peer(int *access, PeInfo *, Transport *) {
   *access = kCpuWrite | kCpuRead | kCpuAtomics;
@@ -25,8 +26,13 @@ int can_reach_peer(int *access, PeInfo *, Transport *) {
 int connect_endpoints(Transport *t, int *, int) {
   Settings settings;
   if (!parse_settings(getenv("DEEPEP_TESTTRANSPORT"), &settings)) return 1;
+  if (settings.nic && t->num_pes > kMaxPes)
+    return complain("a NIC is played for at most %d PEs, not %d", kMaxPes, t->num_pes);
   wire = std::make_unique<Wire>(t->my_pe, t->num_pes, settings);
-  return wire->start();
+  int failed = wire->start();
+  for (const Area &area : areas)
+    if (failed == 0) failed = wire->add_area(area);
+  return failed;
 }
 
 int get_mem_handle(MemoryHandle *handle, void *address, size_t bytes, Transport *, bool local_only) {
@@ -34,15 +40,22 @@ int get_mem_handle(MemoryHandle *handle, void *address, size_t bytes, Transport 
 }
 // Handles of a part of the heap, all of a PE next to each other. They are mapped now: at their first use a kernel may
 // be running that waits for a peer.
-int add_remote_handles(Transport *t, int handles_per_pe, MemoryHandle *handles, uint64_t, size_t) {
-  for (int pe = 0; pe < t->num_pes; ++pe)
-    if (!prepare_memory(handles[pe * handles_per_pe + t->index])) return 1;
-  return 0;
+int add_remote_handles(Transport *t, int handles_per_pe, MemoryHandle *handles, uint64_t, size_t bytes) {
+  Area area{reinterpret_cast<uint64_t>(start_of(handles[t->my_pe * handles_per_pe + t->index])), bytes, {}};
+  for (int pe = 0; pe < t->num_pes; ++pe) {
+    const MemoryHandle &handle = handles[pe * handles_per_pe + t->index];
+    if (!prepare_memory(handle)) return 1;
+    if (pe < kMaxPes) area.shift[pe] = static_cast<int64_t>(reinterpret_cast<uint64_t>(start_of(handle)) - area.begin);
+  }
+  if (area.begin == 0) return 0;
+  areas.push_back(area);
+  return wire == nullptr ? 0 : wire->add_area(area);
 }
 int release_mem_handle(MemoryHandle *handle, Transport *) { return unshare_memory(handle); }
 
 int finalize(Transport *) {  // the host library may still read the struct, so it is not freed
   wire.reset();
+  areas.clear();
   forget_memory();
   return 0;
 }
@@ -127,3 +140,5 @@ EXPORT int nvshmemt_init(Transport **out, void *, int interface_version) {
 
 EXPORT int testtransport_count(int pe, testtransport_counts *out) { return wire == nullptr ? 1 : wire->count(pe, out); }
 EXPORT int testtransport_lose(int pe) { return wire == nullptr ? 1 : wire->lose(pe); }
+EXPORT void *testtransport_worker(void) { return wire == nullptr ? nullptr : wire->worker(); }
+EXPORT int testtransport_read_nic(testtransport_nic *out) { return wire == nullptr ? 1 : wire->read_nic(out); }

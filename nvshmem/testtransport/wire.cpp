@@ -1,10 +1,12 @@
 // wire.cpp - the GPU executes one stream in order, so operations take effect in the order in which they are enqueued.
-// That order respects queues and fences and is otherwise random, from a seed.
+// That order respects queues and fences and is otherwise random, from a seed. Or a worker plays a NIC (worker.h): one
+// queue pair toward each PE, in order, so a fence has nothing to do.
 #include "wire.h"
 
 #include <time.h>
 
 #include <cstdlib>
+#include <cstring>
 
 #include "log.h"
 
@@ -21,11 +23,68 @@ uint64_t now_ns() {
 
 int verdict(cudaError_t error) { return error == cudaSuccess ? 0 : complain("CUDA: %s", cudaGetErrorString(error)); }
 
+constexpr const char *kNicForm =
+    "DEEPEP_TESTTRANSPORT is nic:LATENCY_US:GB_PER_S[:POSTS_PER_US], decimal numbers, at most 100000, 10000 and 10000";
+
+// LATENCY_US:GB_PER_S[:POSTS_PER_US]
+bool parse_nic(const char *text, Settings *out) {
+  constexpr double kMost[3] = {100000, 10000, 10000}, kLeast = 0.001;
+  double numbers[3] = {0, 0, 0};
+  int count = 0;
+  for (char *end = nullptr; count < 3; text = end + 1) {
+    const bool is_number = text[0] >= '0' && text[0] <= '9';  // strtod takes signs, spaces and "inf" too
+    numbers[count] = is_number ? strtod(text, &end) : 0;
+    if (!is_number || (*end != ':' && *end != 0)) {
+      complain("DEEPEP_TESTTRANSPORT: a number is expected at \"%s\"; %s", text, kNicForm);
+      return false;
+    }
+    const double number = numbers[count];
+    if (!(number <= kMost[count]) || (number != 0 && number < kLeast)) {
+      complain("DEEPEP_TESTTRANSPORT: %g is out of range; %s", number, kNicForm);
+      return false;
+    }
+    ++count;
+    if (*end == 0) {
+      if (count < 2) break;
+      out->nic = true;
+      out->timing.latency = static_cast<uint64_t>(numbers[0] * 1e6 + 0.5);
+      out->timing.byte_1024 = numbers[1] == 0 ? 0 : static_cast<uint64_t>(1024e3 / numbers[1] + 0.5);
+      out->timing.post = numbers[2] == 0 ? 0 : static_cast<uint64_t>(1e6 / numbers[2] + 0.5);
+      return true;
+    }
+  }
+  complain("%s", kNicForm);
+  return false;
+}
+
+Post post_of(const Work &work) {
+  Post post{};
+  if (work.what != What::kAtomic) {
+    post.target = reinterpret_cast<uint64_t>(work.target);
+    post.source = reinterpret_cast<uint64_t>(work.source);
+    post.bytes = static_cast<uint32_t>(work.bytes);
+    post.flags = work.what == What::kGet ? kReturns : 0;
+    return post;
+  }
+  post.word = reinterpret_cast<uint64_t>(work.target);
+  post.word_bytes = static_cast<uint8_t>(work.bytes);
+  post.atomic = static_cast<uint8_t>(work.atomic);
+  post.value = work.value;
+  post.source = work.compare;
+  if (work.result != nullptr) {
+    post.target = reinterpret_cast<uint64_t>(work.result);
+    post.result_flag = work.result_flag;
+    post.flags = kReturns | kHasResult;
+  }
+  return post;
+}
+
 }  // namespace
 
 bool parse_settings(const char *text, Settings *out) {
   *out = Settings{};
   if (text == nullptr || text[0] == 0) return true;
+  if (strncmp(text, "nic", 3) == 0) return parse_nic(text + (text[3] == ':' ? 4 : 3), out);
   uint64_t numbers[3] = {0, 0, 4};
   char *end = nullptr;
   for (int i = 0; i < 3; ++i, text = end + 1) {
@@ -37,10 +96,12 @@ bool parse_settings(const char *text, Settings *out) {
     if (*end == 0) break;
   }
   if (*end != 0 || numbers[1] > 1000000 || numbers[2] < 1 || numbers[2] > 1024) {
-    complain("DEEPEP_TESTTRANSPORT is SEED[:MICROSECONDS[:QUEUES]], at most 1000000 and 1024");
+    complain("DEEPEP_TESTTRANSPORT is SEED[:MICROSECONDS[:QUEUES]], at most 1000000 and 1024, or nic:...");
     return false;
   }
-  *out = {numbers[0], numbers[1] * 1000, static_cast<int>(numbers[2])};
+  out->seed = numbers[0];
+  out->max_delay_ns = numbers[1] * 1000;
+  out->num_queues = static_cast<int>(numbers[2]);
   return true;
 }
 
@@ -57,7 +118,9 @@ Wire::~Wire() {
 int Wire::start() {
   cudaError_t error = load_wire_kernels();
   if (error == cudaSuccess) error = cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking);
-  return verdict(error);
+  if (error != cudaSuccess || !settings_.nic) return verdict(error);
+  rings_ = std::make_unique<Rings>();
+  return rings_->start(static_cast<int>(peers_.size()), settings_.timing);
 }
 
 int Wire::post(int pe, Work work) {
@@ -73,6 +136,7 @@ int Wire::post(int pe, Work work) {
     ++c.dropped;
     return 0;
   }
+  if (rings_ != nullptr) return rings_->post(pe, post_of(work));
   work.fences = peer.fences;
   work.number = peer.posted++;
   const bool at_once =
@@ -127,6 +191,7 @@ int Wire::quiet(int pe) {
   const std::lock_guard<std::mutex> lock(mutex_);
   Peer &peer = peers_[static_cast<size_t>(pe)];
   ++peer.counts.quiets;
+  if (rings_ != nullptr) return wait_for_rings(pe);
   while (!peer.waiting.empty()) {
     size_t at = random_() % peer.waiting.size();
     while (!may_go(peer, at)) --at;  // the first one always may
@@ -135,8 +200,18 @@ int Wire::quiet(int pe) {
   return verdict(cudaStreamSynchronize(stream_));
 }
 
+int Wire::wait_for_rings(int pe) {
+  for (uint32_t looks = 1; !rings_->is_done(pe); ++looks) {
+    int failed = rings_->keep_running();
+    if (failed == 0 && looks % 65536 == 0) failed = rings_->check();
+    if (failed != 0) return failed;
+  }
+  return 0;
+}
+
 int Wire::progress() {
   const std::lock_guard<std::mutex> lock(mutex_);
+  if (rings_ != nullptr) return rings_->keep_running();
   for (Peer &peer : peers_) {
     if (peer.waiting.empty()) continue;
     const uint64_t now = now_ns();
@@ -154,6 +229,7 @@ int Wire::lose(int pe) {
   if (pe < 0 || pe >= static_cast<int>(peers_.size()) || pe == my_pe_) return 1;
   Peer &peer = peers_[static_cast<size_t>(pe)];
   peer.lost = true;
+  if (rings_ != nullptr) rings_->lose(pe);
   peer.counts.dropped += peer.waiting.size();
   peer.waiting.clear();
   return 0;
@@ -165,5 +241,17 @@ int Wire::count(int pe, testtransport_counts *out) {
   *out = peers_[static_cast<size_t>(pe)].counts;
   return 0;
 }
+
+int Wire::add_area(const Area &area) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return rings_ == nullptr ? 0 : rings_->add_area(area);
+}
+
+int Wire::read_nic(testtransport_nic *out) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return rings_ == nullptr ? 1 : rings_->read(out);
+}
+
+WorkerState *Wire::worker() { return rings_ == nullptr ? nullptr : rings_->state(); }
 
 }  // namespace testtransport

@@ -3,11 +3,13 @@
 #include <cuda_runtime.h>
 
 #include <deque>
+#include <memory>
 #include <mutex>
 #include <random>
 #include <vector>
 
 #include "interface.h"
+#include "rings.h"
 #include "testtransport.h"
 
 namespace testtransport {
@@ -28,8 +30,10 @@ struct Work {
 struct Settings {
   uint64_t seed = 0, max_delay_ns = 0;
   int num_queues = 1;
+  bool nic = false;  // the worker plays a NIC of this timing; the others are not used
+  NicTiming timing{};
 };
-// False, with a message on stderr, if the text is not SEED[:MICROSECONDS[:QUEUES]].
+// False, with a message on stderr, if the text has neither of the forms that testtransport.h names.
 bool parse_settings(const char *text, Settings *out);
 
 class Wire {
@@ -43,6 +47,9 @@ class Wire {
   int progress();     // enqueues operations that are due
   int lose(int pe);
   int count(int pe, testtransport_counts *out);
+  int add_area(const Area &area);  // of the heap, that kernels may post by their own addresses
+  WorkerState *worker();           // null: no NIC is played
+  int read_nic(testtransport_nic *out);
 
  private:
   struct Peer {
@@ -54,6 +61,7 @@ class Wire {
   bool may_go(const Peer &peer, size_t at) const;
   int go(Peer *peer, size_t at);
   int issue(const Work &work);
+  int wait_for_rings(int pe);
 
   std::mutex mutex_;
   std::vector<Peer> peers_;
@@ -61,6 +69,7 @@ class Wire {
   Settings settings_;
   int my_pe_;
   cudaStream_t stream_ = nullptr;
+  std::unique_ptr<Rings> rings_;
 };
 
 // kernels.cu

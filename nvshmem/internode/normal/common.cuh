@@ -5,6 +5,9 @@
 #include "cuda/sync/session.cuh"
 #include "internode/layout.h"
 #include "internode/normal/timeline.cuh"
+#ifdef DEEPEP_TEST_WIRE
+#include "internode/wire.cuh"
+#endif
 #include "queue.cuh"
 
 namespace deepep::internode {
@@ -27,6 +30,9 @@ __device__ __noinline__ inline void put_remote(const NodeView &internode, int ra
   __syncwarp();
   if (lane_id() == 0) ptx::fence_acq_rel_sys();  // the NIC reads what all lanes stored
   __syncwarp();
+#ifdef DEEPEP_TEST_WIRE
+  if (put_by_wire(rank, to, from, bytes, word, value)) return;
+#endif
 #if DEEPEP_QUEUE_HANDLES
   nvshmemx_qp_uchar_put_signal_nbi_warp(static_cast<unsigned char *>(to), static_cast<const unsigned char *>(from),
                                         bytes, word, value, NVSHMEM_SIGNAL_SET, rank, queue_of_block(internode));
