@@ -5,17 +5,20 @@
 //   nvcc -std=c++17 -O2 -arch=sm_90 -Ikernels -Invshmem -o build/bin/bench_ops bench/cuda/*.cu
 //   bench_ops LIBRARY [ranks=4] [devices=4] [tokens=4096] [hidden=7168] [topk=8] [experts=256] [sms=16,20,24]
 //             [iterations=30] [isa=0] [nvl_mb=512] [rdma_mb=84] [nodes=1]
-//             [mode=check|normalcheck|llcheck|normal|routed|sweep|ll|llsweep|lltimeline|host|overlap|times|all|nodes]
-//             [max_tokens=128] [zipf=0] [local=0] [stats=1] [copies=0] [shrink=0]
+//             [mode=check|normalcheck|llcheck|normal|routed|sweep|ll|llsweep|lltimeline|host|overlap|times|all|nodes|nic]
+//             [max_tokens=128] [zipf=0] [local=0] [stats=1] [copies=0] [shrink=0] [plugin=FILE]
 //
 // copies=1: rows of low-latency dispatch's send halves cross by copy engines (DK_TEAM_LL_COPY).
 // mode=nodes, nodes=2: normal mode across nodes; checks (mode=normalcheck) work there too. Each process needs
 // libnvshmem_host.so.3 in LD_LIBRARY_PATH. Of a library built with -DDEEPEP_TIMELINE it also says where warps spend
 // their time, by role.
+// mode=nic, nodes=2: normal mode and low latency beside what the rate and the latency of DEEPEP_TESTTRANSPORT=nic:...
+// allow. plugin=FILE: each node is a host of its own, which only NVSHMEM's test transport joins to the others.
 // mode=sweep: lines of CSV for pictures, normal mode with tokens up to tokens=N.
 // Logical bytes of a dispatch: rows that arrive at any rank, self included, times the bytes of a row. Times are medians
 // and 99th percentiles of the maximum over ranks, by events around the call after a barrier kernel; an event pair
 // around nothing measures about 3 us.
+#include <sched.h>
 #include <signal.h>
 #include <sys/mman.h>
 #include <sys/wait.h>
@@ -42,6 +45,7 @@ void *run_rank(void *argument) {
   if (g_mode == "lltimeline") timeline_low_latency(rank);
   if (g_mode == "host") time_host(rank);
   if (g_mode == "nodes") time_nodes(rank, g_sms);
+  if (g_mode == "nic") time_nic(rank, g_sms);
   if (g_mode == "overlap") time_overlap(rank);
   if (g_mode == "ll" || g_mode == "times" || g_mode == "all") time_low_latency(rank);
   rank.meet();
@@ -93,6 +97,8 @@ void parse(int argc, char **argv) {
       s.copies = number != 0;
     else if (name == "shrink")
       s.shrink = number != 0;
+    else if (name == "plugin")
+      s.plugin = argv[i] + at + 1;
     else if (name == "mode")
       g_mode = value;
     else if (name == "sms") {
@@ -129,6 +135,24 @@ void open_library(const char *path) {
   exit(2);
 }
 
+// NVSHMEM takes processes with different host names for different hosts, and finds the plugin by its soname.
+void enter_node(int node) {
+  const Shape &s = g_world.shape;
+  if (s.plugin == nullptr) return;
+  const std::string name = "bench-node" + std::to_string(node);
+  if (unshare(CLONE_NEWUTS) != 0 || sethostname(name.c_str(), name.size()) != 0) {
+    if (s.nodes != s.ranks) {
+      fprintf(stderr, "no host name of its own: unshare(CLONE_NEWUTS) and sethostname need CAP_SYS_ADMIN\n");
+      _exit(2);
+    }
+    setenv("NVSHMEM_DISABLE_P2P", "1", 1);  // has the effect of a host for each rank
+  }
+  setenv("NVSHMEM_REMOTE_TRANSPORT", "ibdevx", 1);
+  if (dlopen(s.plugin, RTLD_NOW | RTLD_GLOBAL) != nullptr) return;
+  fprintf(stderr, "%s\n", dlerror());
+  _exit(2);
+}
+
 // A process for each rank, forked before CUDA is used. If one fails, the others are ended: they would wait for it.
 [[noreturn]] void run_processes(const char *path) {
   std::vector<pid_t> pids;
@@ -136,6 +160,7 @@ void open_library(const char *path) {
     fflush(stdout);
     const pid_t pid = fork();
     if (pid == 0) {
+      enter_node(r / (g_world.shape.ranks / g_world.shape.nodes));
       open_library(path);
       run_rank(reinterpret_cast<void *>(static_cast<intptr_t>(r)));
       fflush(stdout);
@@ -158,6 +183,31 @@ void open_library(const char *path) {
   exit(failed == 0 ? 0 : 4);
 }
 
+// The library is asked in a process of its own: one that has used CUDA cannot fork.
+void make_room_for_low_latency(const char *path) {
+  Shape &s = g_world.shape;
+  int ends[2];
+  if (pipe(ends) != 0) exit(2);
+  const pid_t pid = fork();
+  if (pid == 0) {
+    open_library(path);
+    dk_ll_layout_params layout{};
+    layout.num_ranks = s.ranks;
+    layout.num_max_tokens = s.max_tokens;
+    layout.hidden = s.hidden;
+    layout.num_experts = s.experts;
+    layout.num_nvl_peers = s.ranks / s.nodes;
+    DK(ll_layout, layout);
+    _exit(write(ends[1], &layout.rdma_bytes, sizeof layout.rdma_bytes) == sizeof layout.rdma_bytes ? 0 : 2);
+  }
+  close(ends[1]);
+  uint64_t bytes = 0;
+  if (read(ends[0], &bytes, sizeof bytes) != sizeof bytes) exit(2);
+  close(ends[0]);
+  waitpid(pid, nullptr, 0);
+  s.rdma_bytes = std::max(s.rdma_bytes, bytes);
+}
+
 }  // namespace
 
 int main(int argc, char **argv) {
@@ -171,14 +221,16 @@ int main(int argc, char **argv) {
   parse(argc, argv);
   Shape &s = g_world.shape;
   if (s.ranks < 1 || s.ranks > kMaxBenchRanks || s.nodes < 1 || s.ranks % s.nodes != 0 ||
-      (s.nodes > 1 && g_mode != "nodes" && g_mode != "normalcheck")) {
-    fprintf(stderr, "ranks: 1 to %d, a multiple of nodes; nodes=N is for mode=nodes and mode=normalcheck\n",
+      (s.nodes > 1 && g_mode != "nodes" && g_mode != "nic" && g_mode != "normalcheck") ||
+      (s.nodes == 1 && (g_mode == "nodes" || g_mode == "nic" || s.plugin != nullptr))) {
+    fprintf(stderr, "ranks: 1 to %d, a multiple of nodes; nodes=N is for mode=nodes, nic and normalcheck\n",
             kMaxBenchRanks);
     return 2;
   }
   make_shared_page();
   if (s.nodes > 1) {
     if (s.rdma_bytes == 0) s.rdma_bytes = 84u << 20;  // V1's hint for 20 SMs and BF16 rows of 7168
+    if (g_mode == "nic") make_room_for_low_latency(argv[1]);
     run_processes(argv[1]);
   }
   open_library(argv[1]);

@@ -55,6 +55,7 @@ struct Shape {
   uint64_t nvl_bytes = 512ull << 20, rdma_bytes = 0;
   bool share_by_descriptor = true, keep_stats = true, copies = false, shrink = false;
   double zipf = 0;
+  const char *plugin = nullptr;  // NVSHMEM's test transport, which joins the nodes
 };
 
 // Ranks of several nodes are processes, which share this page; of one node threads.

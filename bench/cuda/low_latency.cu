@@ -65,7 +65,7 @@ LowLatency prepare(const Shape &s, int rank, const Routing &routing, bool odd) {
 void dispatch(Rank &rank, const LowLatency &a, int format, uint32_t flags, bool weights, uint32_t phases,
               uint32_t ticket) {
   dk_ll_dispatch_params p{};
-  rank.header(p);
+  rank.header(p, a.num_sms);
   p.flags = flags;
   p.phases = phases;
   p.ticket = ticket;
@@ -90,7 +90,7 @@ void dispatch(Rank &rank, const LowLatency &a, int format, uint32_t flags, bool 
 }
 void combine(Rank &rank, const LowLatency &a, uint32_t flags, const void *x, uint32_t phases, uint32_t ticket) {
   dk_ll_combine_params p{};
-  rank.header(p);
+  rank.header(p, a.num_sms);
   p.flags = flags;
   p.phases = phases;
   p.ticket = ticket;

@@ -12,6 +12,7 @@ struct LowLatency {
   int32_t *count, *src_info, *stats;
   int64_t *range, *wait_stats;
   int tokens;
+  int num_sms = 0;  // 0: the library's choice
 };
 
 // BF16, normally distributed; odd: each row holds the word of all ones.

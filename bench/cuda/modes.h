@@ -12,6 +12,7 @@ void sweep_low_latency(Rank &rank);
 void timeline_low_latency(Rank &rank);
 void time_host(Rank &rank);
 void time_nodes(Rank &rank, const std::vector<int> &sms);
+void time_nic(Rank &rank, const std::vector<int> &sms);
 void time_overlap(Rank &rank);
 
 template <class T>

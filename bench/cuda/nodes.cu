@@ -17,11 +17,7 @@ int64_t rows_to_other_nodes(const Rank &rank, const Routing &routing) {
   const int peers = routing.ranks / rank.world->shape.nodes;
   int64_t rows = 0;
   for (int node = 0; node < rank.world->shape.nodes; ++node)
-    for (int t = 0; node != rank.rank / peers && t < routing.tokens; ++t) {
-      bool goes = false;
-      for (int r = node * peers; !goes && r < (node + 1) * peers; ++r) goes = routing.goes(rank.rank, t, r);
-      rows += goes;
-    }
+    if (node != rank.rank / peers) rows += routing.rows_to_node(rank.rank, node, peers);
   return rows;
 }
 

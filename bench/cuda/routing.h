@@ -20,6 +20,16 @@ struct Routing {
     }
     return false;
   }
+  // Tokens of `from` that have an expert at a rank of the node.
+  int64_t rows_to_node(int from, int node, int peers) const {
+    int64_t rows = 0;
+    for (int t = 0; t < tokens; ++t) {
+      bool there = false;
+      for (int r = node * peers; !there && r < (node + 1) * peers; ++r) there = goes(from, t, r);
+      rows += there;
+    }
+    return rows;
+  }
   // Every token has this expert among its own: one rank gets all tokens.
   void send_all_to(int64_t expert) {
     for (auto &of_rank : idx)
