@@ -53,8 +53,8 @@ cudaError_t load_low_latency_kernels() {
 }  // namespace internode
 
 void internode_ll_layout(dk_ll_layout_params *p) {
-  const WireAreas needed(p->num_ranks, p->num_max_tokens, p->num_experts);
-  p->wire_bytes = ring_flags(p->num_ranks).bytes + kNumWireAreas * align_up<uint64_t>(needed.one, 128);
+  const WireSizes needed(p->num_ranks, p->num_max_tokens, p->num_experts);
+  p->wire_bytes = ring_flags(p->num_ranks).bytes + needed.region();
 }
 
 int32_t internode_mask(dk_mask_params *p, const MaskParams &params) {

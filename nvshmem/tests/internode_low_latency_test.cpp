@@ -1,5 +1,6 @@
 // internode_low_latency_test.cpp - runs the kernels of low latency across nodes on the host (kernels/tests/emulate).
 //   internode_low_latency_test [SEED [CASES]]
+//   internode_low_latency_test planted-weight|planted-rows SEED    a wrong table, which the checks must notice
 // Random groups, shapes, routings and formats. Each rank runs its steps as far ahead of the others as the kernels let
 // it; the network delays every put, reads its source at delivery, and keeps only the order that kernels rely on.
 #include "network.h"
@@ -10,6 +11,7 @@
 #include <cstdio>
 #include <memory>
 #include <random>
+#include <string>
 
 #include "internode/low_latency/params.h"
 
@@ -57,6 +59,12 @@ struct Memory {
 struct Exchange {
   int num_tokens, form, how;  // form: BF16, FP8, rounded, UE8M0; how: plain, zero copy, LogFMT
   size_t data;                // of the rows to combine, see row_value()
+  bool weighted, unreduced;   // the dispatch has weights, where a rank has tokens; this rank's combines sum nothing
+  bool room = false;          // a dispatch of this shape brings weights
+  bool whole = false;         // this rank's newest combine was one call
+  int wrong = -1;             // a token with a wrong index in combine
+  std::vector<int> crossed;   // puts of the newest combine to each rank: rows
+  std::vector<int> messages;  // and weights
   Memory<uint16_t> x, y, sums;
   std::vector<int64_t> idx;
   std::vector<float> weights;
@@ -74,7 +82,8 @@ struct Rank {
   std::vector<uint8_t *> peers;
   LowLatencyTeam team{};
   std::vector<Exchange> exchanges;
-  std::vector<std::function<void()>> steps;  // by all lanes of its grid
+  std::vector<std::function<void()>> steps;           // by all lanes of its grid
+  std::function<void(int to, uint64_t word)> on_put;  // of the running step; word: from the start of the block
   int grid = 1;
   uint64_t lanes_came = 0;
 };
@@ -82,6 +91,8 @@ struct Rank {
 uint8_t *aligned(std::vector<uint8_t> &memory) {
   return reinterpret_cast<uint8_t *>((reinterpret_cast<uintptr_t>(memory.data()) + 4095) & ~uintptr_t{4095});
 }
+
+enum class Plant { none, weight, rows } planted = Plant::none;
 
 constexpr uint64_t kTimeout = 100000000, kShortTimeout = 4000000;  // of emulated time
 
@@ -167,6 +178,7 @@ dk_ll_dispatch_params dispatch_params(const World &w, Exchange &e, uint32_t phas
   p.flags = e.form == 2 ? DK_LL_ROUND_SCALE : e.form == 3 ? DK_LL_ROUND_SCALE | DK_LL_UE8M0 : 0;
   p.x = emulate::bits(e.x.data());
   p.topk_idx = emulate::bits(e.idx.data());
+  if (e.weighted && e.num_tokens > 0) p.topk_weights = emulate::bits(e.weights.data());
   p.num_tokens = e.num_tokens;
   p.num_topk = w.c.topk;
   p.format = e.form != 0 ? DK_FORMAT_FP8 : DK_FORMAT_BF16;
@@ -188,6 +200,7 @@ void add_dispatch(World &w, int me, size_t which, uint32_t phases, uint32_t tick
     const dk_ll_dispatch_params p = dispatch_params(w, r.exchanges[which], phases, ticket);
     InternodeLlDispatchParams d{};
     if (fill_dispatch(&p, r.team, &d) != DK_OK) wrong("dispatch is refused", r.team.view.rank, 0, 0, 0);
+    r.exchanges[which].room = d.call.at.weights_at < d.call.at.row_bytes;
     deep_ep::internode_ll::dispatch(d);
   });
 }
@@ -207,7 +220,7 @@ void add_combine(World &w, int me, size_t which, uint32_t phases, uint32_t ticke
     p.timeout_ns = w.timeout();
     p.phases = phases;
     p.ticket = ticket;
-    p.flags = e.how == 1 ? DK_LL_ZERO_COPY : e.how == 2 ? DK_LL_LOGFMT : 0;
+    p.flags = (e.how == 1 ? DK_LL_ZERO_COPY : e.how == 2 ? DK_LL_LOGFMT : 0) | (e.unreduced ? DK_LL_UNREDUCED : 0);
     p.x = emulate::bits(rows_to_combine(w, r, e));
     p.x_row_stride = 2ull * w.c.hidden;
     p.topk_idx = emulate::bits(e.idx.data());
@@ -223,8 +236,22 @@ void add_combine(World &w, int me, size_t which, uint32_t phases, uint32_t ticke
     p.combined_x = emulate::bits(e.sums.data());
     if (fill_combine(&p, r.team, params.get()) != DK_OK) wrong("combine is refused", r.team.view.rank, 0, 0, 0);
     if ((phases & DK_PHASE_SEND) != 0 && !w.replayed) r.team.next_stage = 1 - params->call.stage;
+    if ((phases & DK_PHASE_SEND) == 0) return;
+    e.whole = phases == DK_PHASE_BOTH;
+    e.crossed.assign(w.ranks.size(), 0);
+    e.messages.assign(w.ranks.size(), 0);
+    r.on_put = [&e, params](int to, uint64_t word) {
+      const InternodeLlParams &call = params->call;
+      const uint64_t rows = static_cast<uint64_t>(call.num_experts) * call.max_tokens * 8,
+                     at = word - call.at.words[slot_of(epoch_of_call(call))];
+      if (at < rows)
+        ++e.crossed[static_cast<size_t>(to)];
+      else if (at < rows + 8ull * call.session.team.num_ranks)
+        ++e.messages[static_cast<size_t>(to)];
+    };
   });
   r.steps.push_back([params] { deep_ep::internode_ll::combine(*params); });
+  host_step(r, [&r] { r.on_put = nullptr; });
 }
 
 // ---- Expected outputs ----
@@ -303,47 +330,122 @@ void make_rows(World &w, int me, size_t which) {
     }
 }
 
-void add_expected(const World &w, int me, size_t data, int token, int expert, float weight, int how, float *sum) {
-  for (int first = 0; first < w.c.hidden; first += kScaleChannels) {
+// What a row or a sum of BF16 is at its receiver.
+std::vector<float> as_received(const std::vector<uint16_t> &row, int how) {
+  std::vector<float> values(row.size());
+  for (size_t first = 0; first < row.size(); first += kScaleChannels) {
     BlockRange range{0x7fff, 0};
-    for (int h = first; h < first + kScaleChannels; ++h) {
-      const uint32_t magnitude = row_value(me, token, expert, data, h) & 0x7fff;
-      range.low = min(range.low, magnitude);
-      range.high = max(range.high, magnitude);
+    for (size_t h = first; h < first + kScaleChannels; ++h) {
+      range.low = min<uint32_t>(range.low, row[h] & 0x7fff);
+      range.high = max<uint32_t>(range.high, row[h] & 0x7fff);
     }
     const bool coded = how == 2 && is_log_coded(range);
     const LogRange log = log_range(range);
-    for (int h = first; h < first + kScaleChannels; ++h) {
-      const uint32_t value = row_value(me, token, expert, data, h);
-      sum[h] = fmaf(coded ? log_decode(log, log_encode(log_encoder(log), value)) : from_bf16(value), weight, sum[h]);
-    }
+    for (size_t h = first; h < first + kScaleChannels; ++h)
+      values[h] = coded ? log_decode(log, log_encode(log_encoder(log), row[h])) : from_bf16(row[h]);
   }
+  return values;
+}
+std::vector<uint16_t> expert_row(const World &w, int me, size_t data, int token, int64_t expert) {
+  std::vector<uint16_t> row(static_cast<size_t>(w.c.hidden));
+  for (int h = 0; h < w.c.hidden; ++h) row[h] = row_value(me, token, static_cast<int>(expert), data, h);
+  return row;
+}
+void add(std::vector<float> &sum, const std::vector<float> &row, float weight) {
+  for (size_t h = 0; h < sum.size(); ++h) sum[h] = fmaf(row[h], weight, sum[h]);
+}
+
+bool reached_by_stores(const World &w, int from, int to) {
+  return from == to || (!w.c.all_remote && from / w.c.peers == to / w.c.peers);
+}
+// Whether the experts' rank sums the rows of a rank's tokens.
+bool is_summed(const World &w, int at, int me, size_t which) {
+  const Exchange &there = w.ranks[at].exchanges[which], &e = w.ranks[me].exchanges[which];
+  if (there.unreduced || (there.how == 1 && !reached_by_stores(w, at, me))) return false;
+  return (e.weighted && e.room) || (there.whole && w.lost < 0);
+}
+
+// Of a token: the entries that count, in their order, and their weights.
+struct Part {
+  int64_t expert;
+  int rank;
+  float weight;
+};
+std::vector<Part> parts_of(const World &w, int me, size_t which, int token) {
+  const Exchange &e = w.ranks[me].exchanges[which];
+  const int topk = w.c.topk;
+  const int64_t *idx = &e.idx[static_cast<size_t>(token) * topk];
+  std::vector<Part> parts;
+  for (int k = 0; k < topk; ++k) {
+    if (idx[k] < 0 || std::find(idx, idx + k, idx[k]) != idx + k) continue;
+    const int rank = static_cast<int>(idx[k]) / w.c.local_experts;
+    float weight = 0;
+    for (int j = 0; j < topk; ++j) weight += idx[j] == idx[k] ? e.weights[static_cast<size_t>(token) * topk + j] : 0;
+    if (!w.misses(rank, which)) parts.push_back({idx[k], rank, weight});
+  }
+  return parts;
+}
+
+std::vector<float> expected_sum(const World &w, int me, size_t which, int token) {
+  const Exchange &e = w.ranks[me].exchanges[which];
+  std::vector<float> sum(static_cast<size_t>(w.c.hidden));
+  const std::vector<Part> parts = parts_of(w, me, which, token);
+  for (const Part &part : parts) {
+    if (!is_summed(w, part.rank, me, which)) {
+      add(sum, as_received(expert_row(w, me, e.data, token, part.expert), e.how), part.weight);
+      continue;
+    }
+    // The lowest of the rank's experts stands for all of them.
+    if (std::any_of(parts.begin(), parts.end(),
+                    [&](const Part &other) { return other.rank == part.rank && other.expert < part.expert; }))
+      continue;
+    std::vector<float> there(sum.size());
+    for (const Part &other : parts)
+      if (other.rank == part.rank)
+        add(there, as_received(expert_row(w, me, e.data, token, other.expert), 0), other.weight);
+    std::vector<uint16_t> rounded(sum.size());
+    for (size_t h = 0; h < sum.size(); ++h) rounded[h] = to_bf16(there[h]);
+    add(sum, as_received(rounded, e.how), 1);
+  }
+  return sum;
 }
 
 void check_combine(World &w, int me, size_t which) {
   Exchange &e = w.ranks[me].exchanges[which];
-  const int topk = w.c.topk;
-  std::vector<float> sum(w.c.hidden);
   for (int t = 0; t < e.num_tokens; ++t) {
-    const int64_t *idx = &e.idx[static_cast<size_t>(t) * topk];
-    std::fill(sum.begin(), sum.end(), 0.0f);
-    for (int k = 0; k < topk; ++k) {
-      if (idx[k] < 0 || w.misses(static_cast<int>(idx[k]) / w.c.local_experts, which) ||
-          std::find(idx, idx + k, idx[k]) != idx + k)
-        continue;
-      float weight = 0;
-      for (int j = 0; j < topk; ++j) weight += idx[j] == idx[k] ? e.weights[static_cast<size_t>(t) * topk + j] : 0;
-      add_expected(w, me, e.data, t, static_cast<int>(idx[k]), weight, e.how, sum.data());
-    }
+    const std::vector<float> sum = expected_sum(w, me, which, t);
     for (int h = 0; h < w.c.hidden; ++h)
       check("combined_x", me, static_cast<int64_t>(t) * w.c.hidden + h,
-            e.sums.data()[static_cast<int64_t>(t) * w.c.hidden + h], to_bf16(sum[h]));
+            e.sums.data()[static_cast<int64_t>(t) * w.c.hidden + h], t == e.wrong ? 0x7fff : to_bf16(sum[h]));
+  }
+}
+
+// A row crosses once for each token and rank where it is a sum, else once for each token and expert; weights cross in
+// one message for each pair of ranks, and not at all where every dispatch has brought them.
+void check_puts(const World &w, int me, size_t which) {
+  const Exchange &mine = w.ranks[me].exchanges[which];
+  bool brought = true;
+  for (const Exchange &e : w.ranks[me].exchanges) brought &= e.num_tokens == 0 || (e.weighted && e.room);
+  for (int to = 0; to < w.c.ranks(); ++to) {
+    int rows = 0;
+    for (int t = 0; t < w.ranks[to].exchanges[which].num_tokens && !w.misses(to, which); ++t) {
+      int64_t parts = 0;
+      for (const Part &part : parts_of(w, to, which, t)) parts += part.rank == me;
+      rows += static_cast<int>(is_summed(w, me, to, which) ? std::min<int64_t>(parts, 1) : parts);
+    }
+    const bool remote = !reached_by_stores(w, me, to);
+    check("rows that crossed", me, to, mine.crossed[to], remote ? rows : 0);
+    const bool weights_known = mine.num_tokens == 0 || (mine.weighted && mine.room);
+    if (w.lost >= 0 || !remote || brought)
+      check("messages with weights", me, to, mine.messages[to], 0);
+    else if (!weights_known)
+      check("messages with weights", me, to, mine.messages[to], 1);
   }
 }
 
 // ---- Cases ----
 
-void make_exchange(World &w, int form, int how) {
+void make_exchange(World &w, int form, int how, bool weighted) {
   const Case &c = w.c;
   const size_t rows = static_cast<size_t>(c.experts()) * c.tokens;
   for (Rank &r : w.ranks) {
@@ -352,6 +454,8 @@ void make_exchange(World &w, int form, int how) {
     e.form = form;
     e.how = how;
     e.data = r.exchanges.size();
+    e.weighted = weighted;
+    e.unreduced = pick(0, 7) == 0;
     const int style = pick(0, 3);  // any expert; mostly one expert; few entries; none
     const size_t named = static_cast<size_t>(e.num_tokens) * c.topk;
     for (size_t i = 0; i < named; ++i) {
@@ -402,6 +506,23 @@ void add_return(World &w, int me) {
   add_meeting(w, me);
 }
 
+// Makes a table of a received dispatch wrong: a weight, or all of it, so that rows go by themselves.
+void plant(const World &w, Rank &r) {
+  for (ReceivedDispatch &received : r.state->received) {
+    if (planted == Plant::rows) received.src_info = 0;
+    if (received.src_info == 0 || planted == Plant::rows) continue;
+    InternodeLlCombineParams c{};
+    c.call.session.team = r.team.view;
+    c.call.max_tokens = w.c.tokens;
+    c.call.num_experts = w.c.experts();
+    const dk_ll_dispatch_params p = dispatch_params(w, r.exchanges[0], DK_PHASE_BOTH, 0);
+    (void)find_offsets(&p, r.team, 0, &c.call.at);
+    for (int source = 0; source < w.c.ranks(); ++source)
+      for (int n = 0; n < num_tokens_of(table_counts(c.call, static_cast<int>(received.number % kTables))[source]); ++n)
+        table_token(c.call, static_cast<int>(received.number % kTables), source, n)[1] ^= 1ull << 62;
+  }
+}
+
 // Calls one after the other, whole or in halves; with overlap a dispatch is sent before the previous combine is
 // received, as with two batches.
 void add_steps(World &w, int me, int rounds, bool halves, bool overlap) {
@@ -422,16 +543,21 @@ void add_steps(World &w, int me, int rounds, bool halves, bool overlap) {
       check_dispatch(w, me, which);
       make_rows(w, me, which);
     });
+    if (planted != Plant::none) host_step(r, [&w, &r] { plant(w, r); });
     add_combine(w, me, which, send, 2 + which % 2);
+    host_step(r, [&w, me, which] { check_puts(w, me, which); });
     if (overlap && i + 1 < rounds) continue;
     if (halves) add_combine(w, me, which, DK_PHASE_RECV, 2 + which % 2);
     host_step(r, [&w, me, which] { check_combine(w, me, which); });
     if (!w.again) continue;
     host_step(r, [&w, &r, me, which] {
-      r.exchanges[which].data += 100;
+      Exchange &e = r.exchanges[which];
+      e.data += 100;
       make_rows(w, me, which);
+      for (float &weight : e.weights) weight += e.weighted && e.room ? 0 : 1;  // each combine may have other weights
     });
     add_combine(w, me, which, DK_PHASE_BOTH, 2);
+    host_step(r, [&w, me, which] { check_puts(w, me, which); });
     host_step(r, [&w, me, which] { check_combine(w, me, which); });
   }
 }
@@ -449,11 +575,17 @@ void run_case(uint64_t seed) {
   const int rounds = 4;
   w.replayed = pick(0, 3) == 0;
   w.again = !overlap && pick(0, 2) == 0;
+  const int style = planted != Plant::none ? 0 : pick(0, 2);  // all dispatches have weights, some, none
   for (int i = 0; i < rounds; ++i)
-    make_exchange(w, pick(0, c.hidden % 512 == 0 ? 3 : 2), w.replayed ? 2 * pick(0, 1) : pick(0, 2));
+    make_exchange(w, pick(0, c.hidden % 512 == 0 ? 3 : 2), w.replayed ? 2 * pick(0, 1) : pick(0, 2),
+                  style == 0 || (style == 1 && pick(0, 1) != 0));
   std::vector<uint8_t *> blocks;
   for (Rank &r : w.ranks) blocks.push_back(aligned(r.block));
   emulate::start_network({seed, fences_alone}, blocks);
+  emulate::watch(nullptr, [&w](int from, int to, const void *word, const void *) {
+    const Rank &r = w.ranks[from];
+    if (r.on_put) r.on_put(to, static_cast<uint64_t>(static_cast<const uint8_t *>(word) - r.team.view.self));
+  });
   if (pick(0, 3) == 0 && !overlap) {  // with overlap, a combine of the last round would never be received
     w.lost = pick(0, c.ranks() - 1);
     w.lost_from = static_cast<size_t>(pick(1, rounds - 1));
@@ -468,7 +600,8 @@ void run_case(uint64_t seed) {
     for (int r = 0; r < c.ranks(); ++r)
       check("mask", me, r, w.ranks[me].scratch->masked[r],
             r == w.lost && me != r && w.back_from >= static_cast<size_t>(rounds));
-  printf("case %llu: %d nodes of %d%s, %d local experts, hidden %d, top-%d, B %d%s%s: ok\n",
+  emulate::watch(nullptr, nullptr);
+  printf("case %llu: %d nodes of %d%s, %d local experts, hidden %d, top-%d, B %d%s%s%s: ok\n",
          static_cast<unsigned long long>(seed), c.nodes, c.peers, c.all_remote ? ", all remote" : "", c.local_experts,
          c.hidden, c.topk, c.tokens,
          overlap  ? ", overlapping"
@@ -476,13 +609,22 @@ void run_case(uint64_t seed) {
                   : "",
          w.lost < 0                                  ? ""
          : w.back_from < static_cast<size_t>(rounds) ? ", a rank is lost and comes back"
-                                                     : ", a rank is lost");
+                                                     : ", a rank is lost",
+         style == 0   ? ", with weights"
+         : style == 1 ? ", some with weights"
+                      : "");
   fflush(stdout);
 }
 
 }  // namespace
 
 int main(int argc, char **argv) {
+  const std::string what = argc > 2 ? argv[1] : "";
+  if (what == "planted-weight" || what == "planted-rows") {
+    planted = what == "planted-weight" ? Plant::weight : Plant::rows;
+    run_case(strtoull(argv[2], nullptr, 10));
+    return 0;
+  }
   const uint64_t first = argc > 1 ? strtoull(argv[1], nullptr, 10) : 1;
   const int cases = argc > 2 ? atoi(argv[2]) : 3;
   for (int i = 0; i < cases; ++i) run_case(first + static_cast<uint64_t>(i));

@@ -1,18 +1,11 @@
 // combine.cuh - libdeepep_nvshmem.so, low latency for teams with a transport: experts' rows back to the tokens' ranks.
-// Each expert's row is sent by itself, and the token's rank applies the weights; the CUDA library's combine sums at the
-// experts' rank instead.
+// The experts' rank sums what it can (sums.cuh); the token's rank applies the weights to rows that came by themselves.
 #pragma once
-#include "internode/low_latency/logfmt.cuh"
+#include "internode/low_latency/sums.cuh"
 
 namespace deepep::internode {
 
-struct InternodeLlCombineParams : LowLatencyCombineBuffers {
-  InternodeLlParams call;
-};
-
-enum : uint32_t { kRowPlain = 1, kRowLogfmt = 2 };  // values of a row's signal word
-
-// ---- Send -----------------------------------------------------------------------------------------------------------
+// ---- Send: each expert's row ----------------------------------------------------------------------------------------
 
 // By a warp: the rank that sent an expert's row; -1: layout_range has none.
 __device__ inline int source_of_row(const InternodeLlParams &p, int local_expert, int row) {
@@ -53,72 +46,123 @@ __device__ inline void send_expert_row(const InternodeLlCombineParams &c, uint64
   if (lane_id() == 0) add_sent_bytes(p.session, dest, 2ull * p.hidden);
 }
 
-__device__ inline void send_expert_rows(const InternodeLlCombineParams &c, uint64_t epoch, int32_t *before) {
+// Whole block: the rows for ranks of which `sums` has no sums. before: shared, [L + 1].
+__device__ inline void send_expert_rows(const InternodeLlCombineParams &c, uint64_t epoch, const int32_t *sums,
+                                        int32_t *before) {
   const InternodeLlParams &p = c.call;
   sum_expert_rows(p, p.layout_range, p.num_local, before);
   const int total = before[p.num_local], stride = kLlWarps * static_cast<int>(gridDim.x);
   for (int n = warp_id() * static_cast<int>(gridDim.x) + static_cast<int>(blockIdx.x); n < total; n += stride) {
     const int l = expert_of_row(before, p.num_local, n), row = n - before[l];
     const int dest = source_of_row(p, l, row), token = p.src_info[l * p.rows_per_expert() + row];
-    if (dest < 0 || token < 0 || token >= p.max_tokens || __any_sync(kAllLanes, is_masked(p.session, dest))) continue;
+    if (dest < 0 || sums[dest] >= 0 || token < 0 || token >= p.max_tokens ||
+        __any_sync(kAllLanes, is_masked(p.session, dest)))
+      continue;
     send_expert_row(c, epoch, l, row, dest, token);
   }
 }
 
+// Whole block of a send half. sums, first_row: shared, [R] and [L][R], the latter [L + 1] afterwards.
+__device__ inline void send_rows(const InternodeLlCombineParams &c, uint64_t epoch, int32_t *sums, int32_t *first_row,
+                                 SumList *lists) {
+  const InternodeLlParams &p = c.call;
+  const int table = find_table(p), most = plan_sums(p, table, sums, first_row);
+  if (most > 0) send_sums(c, epoch, table, most, sums, first_row, lists);
+  bool apart = false;
+  for (int r = threadIdx.x; r < p.session.team.num_ranks; r += kLlThreads) apart |= sums[r] < 0;
+  if (__syncthreads_or(apart) != 0) send_expert_rows(c, epoch, sums, first_row);
+}
+
 // ---- Receive --------------------------------------------------------------------------------------------------------
 
-struct ExpertRows {  // shared: the rows of a token's experts
+constexpr int kNoSum = -1;
+struct ExpertRows {  // shared: the rows that make up a token; count kNoSum: its sum is NaN
   const uint8_t *row[kMaxTopk];
   float weight[kMaxTopk];
   uint32_t kind[kMaxTopk];
   int32_t count;
 };
 
-// By the first warp: waits for the rows of a token's experts; rows of a masked rank are left out.
-__device__ inline void await_expert_rows(const InternodeLlParams &p, const uint64_t *calls, int token,
-                                         ExpertRows *list) {
-  const Session &s = p.session;
-  const int lane = lane_id(), expert = expert_of_lane(p, token);
+// A lane's entry of a token, and what of it the sums need.
+struct LaneEntry {
+  int expert, rank,
+      leader;       // leader: the lane of the lowest of the rank's experts, whose row has the sum if there is one
+  float weight;     // of all entries that name the expert
+  uint64_t theirs;  // the number of that rank's call
+  bool needed;      // the first entry that names it; its rank is not masked
+};
+__device__ inline LaneEntry read_entry(const InternodeLlParams &p, const uint64_t *calls, int token, int expert) {
+  const int lane = lane_id();
+  LaneEntry e{expert, expert < 0 ? -1 : expert / p.num_local, lane, 0, 0, false};
   const float weight = lane < p.num_topk ? p.topk_weights[static_cast<int64_t>(token) * p.num_topk + lane] : 0;
-  const int rank = expert < 0 ? -1 : expert / p.num_local;
-  // The first entry that names an expert carries the weights of all that do.
-  const uint32_t same = __match_any_sync(kAllLanes, expert);
-  const bool repeated = (same & ((1u << lane) - 1)) != 0;
-  const float sum = sum_of_same(p, expert, weight, same);
-  const uint64_t theirs = rank < 0 ? 0 : calls[rank];
-  bool needed = rank >= 0 && !repeated && theirs != 0 && !is_masked(s, rank);
-  const auto *at = mine_at<uint64_t>(p, expert_word_at(p, theirs, expert < 0 ? 0 : expert, token));
-  uint64_t word = 0;
+  const uint32_t same = __match_any_sync(kAllLanes, expert), same_rank = __match_any_sync(kAllLanes, e.rank);
+  e.weight = sum_of_same(p, expert, weight, same);
+  e.theirs = e.rank < 0 ? 0 : calls[e.rank];
+  e.needed = e.rank >= 0 && (same & ((1u << lane) - 1)) == 0 && e.theirs != 0 && !is_masked(p.session, e.rank);
+  int lowest = expert;
+  for (int k = 0; k < p.num_topk; ++k) {
+    const int other = __shfl_sync(kAllLanes, expert, k);
+    if ((same_rank >> k & 1) == 0 || e.rank < 0 || (other >= lowest && (other > lowest || k >= e.leader))) continue;
+    lowest = other;
+    e.leader = k;
+  }
+  return e;
+}
+
+// By a warp: waits for the words of the rows that lanes `wait` for, and leaves out ranks that are masked meanwhile.
+// False: the call has failed.
+__device__ inline bool await_row_words(const InternodeLlParams &p, bool wait, const uint64_t *at, LaneEntry &e,
+                                       uint64_t &word) {
+  const Session &s = p.session;
+  const auto missing = [&] { return wait && !is_from(word, e.theirs, e.rank); };
   for (;;) {  // after a rank was masked it still waits for the others
     int peer = -1;
     uint64_t waited = 0;
     const uint32_t code = warp_wait_until(
         s, peer, waited,
         [&] {
-          if (needed && !is_from(word, theirs, rank)) word = ptx::ld_acquire_sys(at);
-          return __all_sync(kAllLanes, !needed || is_from(word, theirs, rank)) != 0;
+          if (missing()) word = ptx::ld_acquire_sys(at);
+          return __any_sync(kAllLanes, missing()) == 0;
         },
-        [&] { return needed && !is_from(word, theirs, rank) ? rank : -1; });
-    if (code == 0) break;
+        [&] { return missing() ? e.rank : -1; });
+    if (code == 0) return true;
     bool masked = false;
-    if (lane == 0) {
+    if (lane_id() == 0) {
       masked = mask_instead(s, code, peer);
       if (!masked)
-        report_failure(s, code, culprit(s, code, peer), DK_FIELD_NONE, static_cast<int64_t>(theirs), 0, waited);
+        report_failure(s, code, culprit(s, code, peer), DK_FIELD_NONE, static_cast<int64_t>(e.theirs), 0, waited);
     }
-    masked = __shfl_sync(kAllLanes, static_cast<int>(masked), 0) != 0;
-    if (!masked) {
-      if (lane == 0) list->count = 0;
-      return;
-    }
-    if (rank == peer) needed = false;
+    if (__shfl_sync(kAllLanes, static_cast<int>(masked), 0) == 0) return false;
+    if (e.rank == peer) wait = e.needed = false;
   }
-  const uint32_t rows = __ballot_sync(kAllLanes, needed);
-  if (needed) {
+}
+
+// By the first warp: waits for the rows of a token's experts: first for that of the lowest expert of each rank, and
+// where that is a sum for none of its others. Rows of a masked rank are left out.
+__device__ inline void await_expert_rows(const InternodeLlParams &p, const uint64_t *calls, int token,
+                                         ExpertRows *list) {
+  const int lane = lane_id();
+  bool wrong = false;
+  const int expert = expert_of_lane(p, token, wrong);
+  if (__any_sync(kAllLanes, wrong) != 0) {  // which row has the sum is not known here
+    if (lane == 0) list->count = kNoSum;
+    return;
+  }
+  LaneEntry e = read_entry(p, calls, token, expert);
+  const auto *at = mine_at<uint64_t>(p, expert_word_at(p, e.theirs, expert < 0 ? 0 : expert, token));
+  uint64_t word = 0;
+  const bool leads = e.needed && e.leader == lane;
+  bool good = await_row_words(p, leads, at, e, word);
+  const bool summed =
+      __shfl_sync(kAllLanes, static_cast<int>(leads && e.needed && is_sum(signal_value(word))), e.leader) != 0;
+  if (summed && !leads) e.needed = false;
+  good = good && await_row_words(p, e.needed && !leads, at, e, word);
+  const uint32_t rows = good ? __ballot_sync(kAllLanes, e.needed) : 0;
+  if ((rows >> lane & 1) != 0) {
     const int n = __popc(rows & ((1u << lane) - 1));
-    list->row[n] = mine_at(p, expert_row_at(p, theirs, expert, token));
+    list->row[n] = mine_at(p, expert_row_at(p, e.theirs, expert, token));
     list->kind[n] = signal_value(word);
-    list->weight[n] = sum;
+    list->weight[n] = is_sum(signal_value(word)) ? 1.0f : e.weight;
   }
   if (lane == 0) list->count = __popc(rows);
 }
@@ -127,17 +171,18 @@ __device__ inline void await_expert_rows(const InternodeLlParams &p, const uint6
 __device__ inline void add_expert_rows(const InternodeLlCombineParams &c, const ExpertRows *list, int token,
                                        int chunk) {
   constexpr int kRows = 8;
-  float sum[8] = {};
+  const float none = __uint_as_float(list->count == kNoSum ? 0x7fc00000u : 0);
+  float sum[8] = {none, none, none, none, none, none, none, none};
   for (int first = 0; first < list->count; first += kRows) {
     uint4 data[kRows];
 #pragma unroll
     for (int n = 0; n < kRows; ++n)
-      if (first + n < list->count && list->kind[first + n] == kRowPlain)
+      if (first + n < list->count && !is_logfmt(list->kind[first + n]))
         data[n] = ptx::ld_stream(list->row[first + n] + 16 * chunk);
 #pragma unroll
     for (int n = 0; n < kRows; ++n) {
       if (first + n >= list->count) continue;
-      if (list->kind[first + n] == kRowPlain)
+      if (!is_logfmt(list->kind[first + n]))
         add_weighted(sum, data[n], list->weight[first + n]);
       else
         add_coded(list->row[first + n], chunk, list->weight[first + n], sum);
@@ -163,20 +208,26 @@ using namespace deepep;
 using namespace deepep::internode;
 
 __global__ void __launch_bounds__(kLlThreads, 1) combine(const __grid_constant__ InternodeLlCombineParams c) {
-  extern __shared__ __align__(16) uint64_t calls[];  // [R], then row counts [L + 1]
-  __shared__ ExpertRows arrivals;
+  extern __shared__ __align__(16) uint64_t calls[];  // [R], then sums [R], then first rows [L][R] or row counts [L + 1]
+  __shared__ union {
+    SumList sums[kLlGroups];
+    ExpertRows arrivals;
+  } shared;
   const InternodeLlParams &p = c.call;
   const uint64_t epoch = epoch_of_call(p);
+  auto *sums = reinterpret_cast<int32_t *>(calls + p.session.team.num_ranks);
   if (begin(p.session)) {
-    if (is_control_block()) post_low_latency(p, epoch);
+    const bool weights_follow = sends_weights(p);
+    if (is_control_block()) post_low_latency(p, epoch, weights_follow);
     const bool good = !p.sends() || await_empty_slots(p, epoch, true);
-    if (p.sends() && good) send_expert_rows(c, epoch, reinterpret_cast<int32_t *>(calls + p.session.team.num_ranks));
+    if (weights_follow && good) send_weights(p, epoch);
+    if (p.sends() && good) send_rows(c, epoch, sums, sums + p.session.team.num_ranks, shared.sums);
     __syncthreads();
     if (is_control_block()) publish_newest_by_last_warp(p.session.team);  // while rows are in flight
     if (p.receives() && good) {
       find_source_calls(p, epoch, calls);
       if (is_control_block()) check_low_latency_peers(p, calls);
-      receive_sums(c, calls, &arrivals);
+      receive_sums(c, calls, &shared.arrivals);
       if (is_control_block()) await_callers_buffer(p, epoch);
     }
   }

@@ -8,7 +8,8 @@
 // slot, and the source of a put, again only after the receiver has posted a credit for what was in it: the receiver has
 // the data, so the put is complete. A NIC reads registered memory alone, so rows are staged in this rank's block.
 //   rdma region: combine's staged rows (zero copy's buffers) [2] | slots [2]
-//   wire region after the ring's flags: signal words [2] | counts, in and out [2]
+//   wire region after the ring's flags: signal words [2] | counts, in and out [2] | tables of received tokens [2] |
+//   weights of combine, in and out [2]
 #pragma once
 #include <cstddef>
 
@@ -24,8 +25,18 @@ constexpr int kLlWarps = kLlThreads / kWarp;
 // The outbox: the newest handshake messages to all ranks, by epoch % kLowLatencyHandshakeCopies.
 static_assert(kLowLatencyHandshakeCopies * sizeof(HandshakeMessage) <= kLowLatencyOutboxBytes, "the outbox");
 
+// A received dispatch whose table of tokens (see sums.cuh) is there. A combine finds it by the address of src_info.
+struct ReceivedDispatch {
+  uint64_t src_info, number;  // number: of the dispatches that this rank has received, from 1 on
+  int32_t num_experts, max_tokens, num_topk;
+  int32_t brought_weights;  // 1: this rank's own tokens went out with their weights, or it had none
+};
+constexpr int kTables = 2;  // of the newest dispatches, by their number
+
 // Device memory of a team, zeroed once; only this rank's kernels access it.
 struct LowLatencyState {
+  ReceivedDispatch received[kTables];
+  uint64_t num_received;                            // dispatches so far
   uint64_t combine_sent[kLowLatencySlots];          // this rank's newest call in each slot if it was a combine, else 0
   uint64_t stage_epoch[2];                          // newest call that sent from each buffer of staged rows
   uint64_t stage_bytes;                             // size of a buffer in the newest of these calls
@@ -35,18 +46,26 @@ struct LowLatencyState {
 // From the start of a block, for the shape of a call.
 struct LowLatencyOffsets {
   uint64_t slot[2], words[2], counts_in[2], counts_out[2], outbox;
-  uint64_t stage;         // combine: the buffer of staged rows that this call sends from
-  uint64_t stage_bytes;   // of one such buffer
-  uint64_t source_bytes;  // of a slot: the part that one source writes
-  uint32_t header_bytes;  // dispatch: before a row's payload, see kNoEntry
-  uint32_t row_bytes;     // dispatch: header and payload
-  uint32_t counts_bytes;  // dispatch: one rank's counts for another
+  uint64_t table[kTables], weights_in[2], weights_out[2];
+  uint64_t stage;            // combine: the buffer of staged rows that this call sends from
+  uint64_t stage_bytes;      // of one such buffer
+  uint64_t source_bytes;     // of a slot: the part that one source writes
+  uint32_t header_bytes;     // dispatch: before a row's payload, see kNoEntry
+  uint32_t weights_at;       // dispatch: in a row, behind the payload; see send_token
+  uint32_t row_bytes;        // dispatch: all of that
+  uint32_t counts_bytes;     // dispatch: one rank's counts for another
+  uint32_t max_entries;      // of a token at one rank
+  uint32_t weights_bytes;    // combine: one rank's for another
+  uint32_t table_tokens_at;  // in a table, behind the number of tokens of each source
 };
 
 struct InternodeLlParams : LowLatencyArguments {
   LowLatencyOffsets at;
   LowLatencyState *state;
   int32_t num_local, stage;  // experts of a rank; combine: index of the buffer at `at.stage`
+
+  // Whether a dispatch's rows bring their tokens' weights. Shapes of small rows have no room for them.
+  __device__ bool brings_weights() const { return topk_weights != nullptr && at.weights_at < at.row_bytes; }
 };
 
 // A call's number (epoch) chooses its slot. A receive half takes the number that its send half left in the ticket.
@@ -80,10 +99,11 @@ __device__ inline uint64_t row_at(const InternodeLlParams &p, uint64_t epoch, in
 __device__ inline uint64_t row_word_at(const InternodeLlParams &p, uint64_t epoch, int source, int number) {
   return p.at.words[slot_of(epoch)] + (static_cast<uint64_t>(source) * p.num_local * p.max_tokens + number) * 8;
 }
-__device__ inline uint64_t count_word_at(const InternodeLlParams &p, uint64_t epoch, int source) {
+// Of the one message of a pair of ranks beside its rows: counts of a dispatch, weights of a combine.
+__device__ inline uint64_t message_word_at(const InternodeLlParams &p, uint64_t epoch, int source) {
   return p.at.words[slot_of(epoch)] + (static_cast<uint64_t>(p.num_experts) * p.max_tokens + source) * 8;
 }
-// Combine: an expert's row for a token of this rank.
+// Combine: an expert's row for a token of this rank; the sum of a rank's experts is in the row of the lowest of them.
 __device__ inline uint64_t expert_row_at(const InternodeLlParams &p, uint64_t epoch, int expert, int token) {
   return p.at.slot[slot_of(epoch)] + (static_cast<uint64_t>(expert) * p.max_tokens + token) * 2 * p.hidden;
 }
@@ -123,13 +143,22 @@ __device__ inline void deliver(const InternodeLlParams &p, int rank, uint64_t to
   if (lane_id() == 0) ptx::st_release_sys(reinterpret_cast<uint64_t *>(block + word_at), word);
 }
 
+// A dispatch as in one node. A combine says whether its weights follow, which is not compared.
+__device__ inline HandshakeMessage internode_message(const InternodeLlParams &p, bool weights_follow) {
+  HandshakeMessage mine = low_latency_message(p, p.max_tokens, p.format);
+  if (p.session.op == DK_OP_LL_DISPATCH)
+    mine.flags |= (p.topk_weights != nullptr ? kHandshakeWeights : 0) | (p.num_tokens == 0 ? kHandshakeSilent : 0);
+  mine.segment = weights_follow ? 1 : 0;
+  return mine;
+}
+
 // The control block posts to every rank the credits that it has not posted yet and, in a send half, the handshake
 // message. It overwrites the outbox's copy of four calls ago: credits for that call arrived before the send half of two
 // calls ago.
-__device__ inline void post_low_latency(const InternodeLlParams &p, uint64_t epoch) {
+__device__ inline void post_low_latency(const InternodeLlParams &p, uint64_t epoch, bool weights_follow) {
   const TeamView &team = p.session.team;
   auto *out = mine_at<HandshakeMessage>(p, p.at.outbox) + epoch % kLowLatencyHandshakeCopies;
-  if (p.sends() && threadIdx.x == 0) *out = low_latency_message(p, p.max_tokens, p.format);
+  if (p.sends() && threadIdx.x == 0) *out = internode_message(p, weights_follow);
   __syncthreads();
   for (int r = warp_id(); r < team.num_ranks; r += kLlWarps) {
     if (__any_sync(kAllLanes, is_masked(p.session, r))) continue;
@@ -232,11 +261,29 @@ __device__ inline void find_source_calls(const InternodeLlParams &p, uint64_t ep
   __syncthreads();
 }
 
+// By one thread: waits for the word of a source's message; its number is `theirs` in the source's count.
+__device__ inline bool await_message_word(const InternodeLlParams &p, uint64_t epoch, uint64_t theirs, int source) {
+  return wait_or_mask(p.session, source, epoch, [&](int64_t &seen) {
+    const uint64_t word = ptx::ld_acquire_sys(mine_at<uint64_t>(p, message_word_at(p, theirs, source)));
+    seen = static_cast<int64_t>(word >> 32);
+    return is_from(word, theirs, source);
+  });
+}
+
+__device__ inline bool differs_from(const InternodeLlParams &p, const HandshakeMessage &mine,
+                                    const HandshakeMessage *theirs, int source) {
+  const Difference difference = compare_messages(mine, theirs);
+  if (difference.field == DK_FIELD_NONE) return false;
+  report_failure(p.session, DK_EMISMATCH, source, difference.field, difference.mine, difference.theirs, 0);
+  return true;
+}
+
 // The control block of a receive half: waits for each source's handshake message and compares its arguments with this
-// rank's. Waiting times go to the caller's wait_stats.
+// rank's. Waiting times go to the caller's wait_stats. Weights that follow a combine's message are awaited even where
+// rows are not summed here: the credit for the call says that all of it has come.
 __device__ inline void check_low_latency_peers(const InternodeLlParams &p, const uint64_t *calls) {
   const TeamView &team = p.session.team;
-  const HandshakeMessage mine = low_latency_message(p, p.max_tokens, p.format);
+  const HandshakeMessage mine = internode_message(p, false);
   for (int r = threadIdx.x; r < team.num_ranks; r += kLlThreads) {
     const uint64_t epoch = calls[r];
     const auto *from = mine_at<HandshakeMessage>(p, handshake_at(team, epoch, r));
@@ -245,12 +292,10 @@ __device__ inline void check_low_latency_peers(const InternodeLlParams &p, const
                         seen = static_cast<int64_t>(ptx::ld_acquire_sys(&from->epoch));
                         return seen >= static_cast<int64_t>(epoch);
                       });
-    if (epoch != 0 && !p.shrinks()) team.scratch->wait_ns[r] = ptx::global_timer_ns() - start;
+    const bool fits = came && !differs_from(p, mine, from, r);
+    if (fits && from->segment != 0) await_message_word(p, epoch, epoch, r);
+    if (epoch != 0 && !p.shrinks()) team.scratch->wait_ns[r] += ptx::global_timer_ns() - start;
     if (p.wait_stats != nullptr) p.wait_stats[r] += static_cast<int64_t>(team.scratch->wait_ns[r]);
-    if (!came) continue;
-    const Difference difference = compare_messages(mine, from);
-    if (difference.field != DK_FIELD_NONE)
-      report_failure(p.session, DK_EMISMATCH, r, difference.field, difference.mine, difference.theirs, 0);
   }
 }
 
@@ -281,13 +326,19 @@ __device__ inline void end_low_latency(const InternodeLlParams &p, uint64_t epoc
   record_kernel(p.session, p.sends() && p.receives() ? nullptr : &scratch->half_ns[p.ticket], p.receives(), failed);
 }
 
-// A token's expert for each lane; -1: none.
-__device__ __forceinline__ int expert_of_lane(const InternodeLlParams &p, int token) {
+// A token's expert for each lane; -1: none, or a wrong index.
+__device__ __forceinline__ int expert_of_lane(const InternodeLlParams &p, int token, bool &wrong) {
+  wrong = false;
   if (lane_id() >= p.num_topk) return -1;
   const int64_t expert = load_index(p.topk_idx, static_cast<int64_t>(token) * p.num_topk + lane_id(), p.index_bytes);
   if (expert >= -1 && expert < p.num_experts) return static_cast<int>(expert);
   report_refusal(p.session, kNoted, DK_EINVAL, p.session.team.rank, DK_FIELD_TOPK_IDX, p.num_experts, expert);
+  wrong = true;
   return -1;
+}
+__device__ __forceinline__ int expert_of_lane(const InternodeLlParams &p, int token) {
+  bool wrong;
+  return expert_of_lane(p, token, wrong);
 }
 
 }  // namespace deepep::internode

@@ -2,10 +2,10 @@
 // token's row goes once to each rank that holds one of its experts. The sender casts and stages the row once, after a
 // header with its position among this source's rows of each of its experts. A source numbers its rows for a destination
 // in the order of its tokens, so it sends nothing about tokens without an expert there. One more message for each pair
-// of ranks carries the counts.
+// of ranks carries the counts. The receiver keeps which rows belong to a token, and their weights, for combine.
 #pragma once
 #include "cuda/impl/low_latency/compact_rows.cuh"
-#include "internode/low_latency/common.cuh"
+#include "internode/low_latency/table.cuh"
 
 namespace deepep::internode {
 
@@ -16,11 +16,20 @@ struct InternodeLlDispatchParams : LowLatencyDispatchBuffers {
 // Header: a word for each entry of topk_idx: the expert in the upper 16 bits, in the lower ones the number of the
 // source's earlier tokens for it. kNoEntry: no expert, or one that an earlier entry names.
 constexpr uint32_t kNoEntry = 0xffffffffu;
+// With one expert a rank these words lie behind the payload, before the weights, and have no number.
+__device__ __forceinline__ uint32_t entries_at(const InternodeLlParams &p) {
+  return p.at.header_bytes != 0 ? 0 : p.at.weights_at;
+}
+__device__ __forceinline__ uint32_t entry_weights_at(const InternodeLlParams &p) {
+  return p.at.weights_at + (p.at.header_bytes != 0 ? 0 : (p.at.row_bytes - p.at.weights_at) / 2);
+}
+constexpr uint32_t kBringsWeights = 1u << 31;  // in each count that a source sends
 
 // ---- Send -----------------------------------------------------------------------------------------------------------
 
 struct SendRoute {                    // shared: of the token that a block sends now
   int32_t expert[kMaxTopk];           // -1: none, or an earlier entry names it
+  float weight[kMaxTopk];             // summed over the entries that name it
   int32_t rank[kMaxTopk], num_ranks;  // destinations
   uint32_t before[2][kMaxTopk];       // earlier tokens for each of these experts, and for each of these ranks
 };
@@ -32,6 +41,10 @@ __device__ inline void read_route(const InternodeLlParams &p, int token, SendRou
   const uint32_t below = (1u << lane) - 1, same_expert = __match_any_sync(kAllLanes, expert),
                  same_rank = __match_any_sync(kAllLanes, serves ? rank : -1);
   route->expert[lane] = (same_expert & below) != 0 ? -1 : expert;
+  if (p.brings_weights()) {
+    const float weight = lane < p.num_topk ? p.topk_weights[static_cast<int64_t>(token) * p.num_topk + lane] : 0;
+    route->weight[lane] = sum_of_same(p, expert, weight, same_expert);
+  }
   const bool first = serves && (same_rank & below) == 0;
   const uint32_t ranks = __ballot_sync(kAllLanes, first);
   if (first) route->rank[__popc(ranks & below)] = rank;
@@ -135,16 +148,19 @@ __device__ inline void send_token(const InternodeLlDispatchParams &d, uint64_t e
   __syncthreads();
   count_earlier_tokens(p, token, route);
   __syncthreads();
-  if (p.at.header_bytes != 0 && static_cast<int>(threadIdx.x) < p.num_topk) {
+  const bool brings_weights = p.brings_weights();
+  if ((p.at.header_bytes != 0 || brings_weights) && static_cast<int>(threadIdx.x) < p.num_topk) {
     const int expert = route->expert[threadIdx.x];
-    reinterpret_cast<uint32_t *>(stage)[threadIdx.x] =
+    reinterpret_cast<uint32_t *>(stage + entries_at(p))[threadIdx.x] =
         expert < 0 ? kNoEntry : static_cast<uint32_t>(expert) << 16 | route->before[0][threadIdx.x];
+    if (brings_weights)
+      reinterpret_cast<float *>(stage + entry_weights_at(p))[threadIdx.x] = route->weight[threadIdx.x];
   }
   __syncthreads();
   for (int n = warp_id(); n < route->num_ranks; n += kLlWarps) {
     const int dest = route->rank[n], number = static_cast<int>(route->before[1][n]);
     const uint64_t to = row_at(p, epoch, rank, dest == rank ? token : number);
-    deliver(p, dest, to, stage, p.at.row_bytes, row_word_at(p, epoch, rank, number),
+    deliver(p, dest, to, stage, brings_weights ? p.at.row_bytes : p.at.weights_at, row_word_at(p, epoch, rank, number),
             signal_word(epoch, rank, static_cast<uint32_t>(token)));
     if (lane_id() == 0) add_sent_bytes(s, dest, dispatch_payload(p));
   }
@@ -168,14 +184,15 @@ __device__ inline void send_token_counts(const InternodeLlParams &p, uint64_t ep
   __syncthreads();
   const uint64_t out = p.at.counts_out[slot_of(epoch)];
   for (int i = threadIdx.x; i < p.num_experts; i += kLlThreads)
-    mine_at<int32_t>(p, out + static_cast<uint64_t>(i / p.num_local) * p.at.counts_bytes)[i % p.num_local] = counts[i];
+    mine_at<uint32_t>(p, out + static_cast<uint64_t>(i / p.num_local) * p.at.counts_bytes)[i % p.num_local] =
+        static_cast<uint32_t>(counts[i]) | (p.brings_weights() ? kBringsWeights : 0);
   __syncthreads();
   for (int r = warp_id(); r < team.num_ranks; r += kLlWarps) {
     if (__any_sync(kAllLanes, is_masked(p.session, r))) continue;
     const uint32_t rows = static_cast<uint32_t>(counts[p.num_experts + r]);
     deliver(p, r, p.at.counts_in[slot_of(epoch)] + static_cast<uint64_t>(team.rank) * p.at.counts_bytes,
             mine_at(p, out + static_cast<uint64_t>(r) * p.at.counts_bytes), p.at.counts_bytes,
-            count_word_at(p, epoch, team.rank), signal_word(epoch, team.rank, rows));
+            message_word_at(p, epoch, team.rank), signal_word(epoch, team.rank, rows));
   }
   __syncthreads();
 }
@@ -185,7 +202,7 @@ __device__ inline void send_token_counts(const InternodeLlParams &p, uint64_t ep
 struct SourceTables {  // shared
   uint64_t *calls;     // [R]: the source's number of this call, 0: it takes no part
   int32_t *base;       // [R][L]: at first the source's rows for the expert, then the index of the first of them
-  int32_t *rows;       // [R]: rows that the source sends to this rank
+  int32_t *rows;       // [R]: rows that the source sends to this rank, as num_tokens_of() takes it
 };
 
 // Whole block: waits for the counts of all sources.
@@ -194,7 +211,7 @@ __device__ inline void await_counts(const InternodeLlParams &p, uint64_t epoch, 
   for (int r = threadIdx.x; r < s.team.num_ranks; r += kLlThreads) {
     uint64_t theirs = tables.calls[r], word = 0;
     bool here = theirs != 0 && wait_or_mask(s, r, epoch, [&](int64_t &seen) {
-                  word = ptx::ld_acquire_sys(mine_at<uint64_t>(p, count_word_at(p, theirs, r)));
+                  word = ptx::ld_acquire_sys(mine_at<uint64_t>(p, message_word_at(p, theirs, r)));
                   seen = static_cast<int64_t>(word >> 32);
                   return is_from(word, theirs, r);
                 });
@@ -202,7 +219,7 @@ __device__ inline void await_counts(const InternodeLlParams &p, uint64_t epoch, 
       const bool agreed = decide_arrival(s, epoch, r, here ? kArrived : kAbsent) == kArrived;
       if (agreed && !here &&
           (theirs != 0 || find_source_call(p, epoch, r, theirs))) {  // another block saw the counts: they are in memory
-        word = ptx::ld_acquire_sys(mine_at<uint64_t>(p, count_word_at(p, theirs, r)));
+        word = ptx::ld_acquire_sys(mine_at<uint64_t>(p, message_word_at(p, theirs, r)));
         here = is_from(word, theirs, r);
       }
       here = here && agreed;
@@ -224,7 +241,9 @@ __device__ inline void read_counts(const InternodeLlDispatchParams &d, const Sou
     const auto *counts =
         mine_at<uint32_t>(p, p.at.counts_in[slot_of(theirs)] + static_cast<uint64_t>(source) * p.at.counts_bytes);
     const uint32_t count = theirs == 0 ? 0 : ptx::ld_relaxed_sys(counts + i % p.num_local);
-    tables.base[i] = static_cast<int32_t>(min(count, static_cast<uint32_t>(p.max_tokens)));
+    tables.base[i] = static_cast<int32_t>(min(count & ~kBringsWeights, static_cast<uint32_t>(p.max_tokens)));
+    if (i % p.num_local == 0 && (count & kBringsWeights) != 0 && p.at.weights_at < p.at.row_bytes)
+      tables.rows[source] |= kTableHasWeights;
   }
   __syncthreads();
   for (int l = threadIdx.x; l < p.num_local; l += kLlThreads) {
@@ -272,12 +291,16 @@ __device__ inline void await_row(const InternodeLlParams &p, uint64_t epoch, int
   came = __shfl_sync(kAllLanes, static_cast<int>(came), 0) != 0;
   const int token = static_cast<int>(signal_value(word));
   const uint8_t *from = mine_at(p, row_at(p, theirs, source, source == rank ? min(token, p.max_tokens - 1) : number));
-  uint32_t entry = kNoEntry;
-  if (p.at.header_bytes == 0)
-    entry = lane == 0 ? static_cast<uint32_t>(rank) << 16 | static_cast<uint32_t>(number) : kNoEntry;
+  const bool has_weights = (tables.rows[source] & kTableHasWeights) != 0;
+  uint32_t entry = kNoEntry, weight = 0;
+  if (p.at.header_bytes == 0 && !has_weights)
+    entry = lane == 0 ? static_cast<uint32_t>(rank) << 16 : kNoEntry;
   else if (came && lane < p.num_topk)
-    entry = ptx::ld_relaxed_sys(reinterpret_cast<const uint32_t *>(from) + lane);
-  const int expert = static_cast<int>(entry >> 16) - rank * p.num_local, position = static_cast<int>(entry & 0xffff);
+    entry = ptx::ld_relaxed_sys(reinterpret_cast<const uint32_t *>(from + entries_at(p)) + lane);
+  if (has_weights && came && lane < p.num_topk)
+    weight = ptx::ld_relaxed_sys(reinterpret_cast<const uint32_t *>(from + entry_weights_at(p)) + lane);
+  const int expert = static_cast<int>(entry >> 16) - rank * p.num_local,
+            position = p.at.header_bytes == 0 ? number : static_cast<int>(entry & 0xffff);
   const bool row = came && entry != kNoEntry && expert >= 0 && expert < p.num_local && position < p.max_tokens;
   const uint32_t rows = __ballot_sync(kAllLanes, row);
   if (row) {
@@ -286,6 +309,7 @@ __device__ inline void await_row(const InternodeLlParams &p, uint64_t epoch, int
     list->row[n] = expert * p.rows_per_expert() + within;
     list->scales[n] = scale_places(p).first(expert, within);
   }
+  keep_token(p, source, number, token, rows, {expert, position, weight});
   if (lane == 0) {
     list->count = __popc(rows);
     list->token = token;
@@ -334,7 +358,7 @@ __device__ inline void receive_rows(const InternodeLlDispatchParams &d, uint64_t
   RowPlaces *list = lists + group;
   for (int number = blockIdx.x; number < p.max_tokens; number += gridDim.x)
     for (int source = group; source < p.session.team.num_ranks; source += kLlGroups) {
-      if (number >= tables.rows[source]) continue;
+      if (number >= num_tokens_of(tables.rows[source])) continue;
       if (thread < kWarp) await_row(p, epoch, source, number, tables, list);
       ptx::barrier_among<kLlGroupThreads>(1 + group);
       if (list->count > 0) spread_row(d, list, thread);
@@ -359,7 +383,7 @@ __global__ void __launch_bounds__(kLlThreads, 1) dispatch(const __grid_constant_
   const uint64_t epoch = epoch_of_call(p);
   auto *base = reinterpret_cast<int32_t *>(calls + p.session.team.num_ranks);
   if (begin(p.session)) {
-    if (is_control_block()) post_low_latency(p, epoch);
+    if (is_control_block()) post_low_latency(p, epoch, false);
     const bool good = !p.sends() || await_empty_slots(p, epoch, false);
     if (p.sends() && good) {
       if (is_control_block()) send_token_counts(p, epoch, base);
@@ -379,6 +403,7 @@ __global__ void __launch_bounds__(kLlThreads, 1) dispatch(const __grid_constant_
   finish(p.session, [&](bool failed) {
     if (p.receives() && (failed || p.shrinks()))
       mend_outputs<kLlThreads>(p.session, epoch, outputs_of(p, d, p.num_local), failed);
+    if (p.receives()) keep_dispatch(p, epoch, base + p.num_experts, failed);
     end_low_latency(p, epoch, calls, false, failed);
   });
 }

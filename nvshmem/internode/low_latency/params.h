@@ -10,7 +10,8 @@ namespace deepep::internode {
 static_assert(kMaxTopk <= kWarp, "a lane for each entry of a token");
 static_assert(kMaxLowLatencyTokens <= 0xffff, "a token and a position take 16 bits of a word");
 
-// Dynamic shared memory: calls [R], then counts [E] and rows [R] of dispatch, or row counts [L + 1] of combine.
+// Dynamic shared memory: calls [R], then counts [E] and rows [R] of dispatch; of combine sums [R], then first rows
+// [L][R] or row counts [L + 1].
 template <class P>
 size_t shared_bytes(const P *p, int num_ranks) {
   return sizeof(uint64_t) * num_ranks + 4ull * (p->num_experts + num_ranks + 1);
@@ -23,15 +24,51 @@ struct LowLatencyTeam {
   int next_stage;  // index of the buffer of staged rows that the next combine sends from
 };
 
-// The wire region behind the ring's flags: an area of arrival words for each slot, then one of counts for each.
-struct WireAreas {
-  uint64_t words, counts, one;  // bytes: of the words, of the counts of one direction, that an area must have
-  WireAreas(uint64_t ranks, uint64_t tokens, uint64_t experts)
-      : words(experts * tokens * 8 + ranks * 8),
-        counts(ranks * align_up<uint32_t>(4 * static_cast<uint32_t>(experts / ranks), 16)),
-        one(max(words, 2 * counts)) {}
+// The wire region behind the ring's flags: for each slot areas of arrival words, counts, a table of a dispatch's tokens
+// and weights, of so many 32nds each. Shapes may differ from call to call, so where an area begins depends on the size
+// of the region alone.
+enum WirePart { kWords, kCounts, kTable, kWeights, kNumWireParts };
+constexpr uint64_t kWireShares[kNumWireParts] = {5, 1, 5, 5}, kWireShareSum = 16, kWireAreas = 2 * kWireShareSum;
+static_assert(kWireShares[kWords] + kWireShares[kCounts] + kWireShares[kTable] + kWireShares[kWeights] == kWireShareSum,
+              "all of it");
+static_assert(kLowLatencySlots == 2 && kTables == 2, "two areas of each kind");
+
+inline uint32_t counts_bytes(uint64_t num_local) {
+  return align_up<uint32_t>(4 * static_cast<uint32_t>(num_local), 16);
+}
+inline uint32_t weights_bytes(uint64_t tokens, uint64_t entries) {
+  return align_up<uint32_t>(static_cast<uint32_t>(4 * tokens * entries), 16);
+}
+inline uint64_t table_tokens_at(uint64_t ranks) { return align_up<uint64_t>(4 * ranks, 16); }
+
+// Bytes that each area must have; of counts and weights there is one part that comes in and one that goes out.
+struct WireSizes {
+  uint64_t bytes[kNumWireParts];
+  WireSizes(uint64_t ranks, uint64_t tokens, uint64_t experts) {
+    const uint64_t num_local = experts / ranks, entries = min<uint64_t>(num_local, kMaxTopk);
+    bytes[kWords] = experts * tokens * 8 + ranks * 8;
+    bytes[kCounts] = 2 * ranks * counts_bytes(num_local);
+    bytes[kTable] = table_tokens_at(ranks) + ranks * tokens * 8 * (1 + entries);
+    bytes[kWeights] = 2 * ranks * weights_bytes(tokens, entries);
+  }
+  uint64_t region() const {
+    uint64_t all = 0;
+    for (int part = 0; part < kNumWireParts; ++part)
+      all = max(all, (bytes[part] + 128) * kWireAreas / kWireShares[part] + 1);
+    return align_up<uint64_t>(all, 128);
+  }
+  bool fit(uint64_t region) const {
+    for (int part = 0; part < kNumWireParts; ++part)
+      if (region * kWireShares[part] / kWireAreas < bytes[part] + 128) return false;
+    return true;
+  }
 };
-constexpr uint64_t kNumWireAreas = 2 * kLowLatencySlots;
+// Where an area begins in the region.
+inline uint64_t wire_part_at(uint64_t region, WirePart part, int slot) {
+  uint64_t before = slot * kWireShareSum;
+  for (int i = 0; i < part; ++i) before += kWireShares[i];
+  return region * before / kWireAreas / 128 * 128;
+}
 
 // Offsets for a call's shape. False: the regions of this team are too small for it.
 template <class P>
@@ -39,23 +76,34 @@ bool find_offsets(const P *p, const LowLatencyTeam &team, uint32_t payload, LowL
   const TeamView &view = team.view;
   const uint64_t ranks = view.num_ranks, experts = p->num_experts, tokens = p->num_max_tokens, hidden = p->hidden;
   const LowLatencyLayout layout = low_latency_layout(ranks, tokens, hidden, experts);
-  // With one expert a rank, a row's number is its position among that expert's rows: no header.
-  at->header_bytes = experts == ranks ? 0 : align_up<uint32_t>(4 * p->num_topk, 16);
-  at->row_bytes = at->header_bytes + payload;
-  at->counts_bytes = align_up<uint32_t>(4 * static_cast<uint32_t>(experts / ranks), 16);
+  // With one expert a rank, a row's number is its position among that expert's rows: no header. Behind the payload lie
+  // the weights, and with one expert a rank the entries to which they belong, where there is room for them: BF16 with
+  // one expert a rank has none.
+  const uint32_t entries_bytes = align_up<uint32_t>(4 * p->num_topk, 16);
+  at->header_bytes = experts == ranks ? 0 : entries_bytes;
+  at->row_bytes = at->weights_at = at->header_bytes + payload;
+  const uint32_t with_weights = at->row_bytes + (experts == ranks ? 2 : 1) * entries_bytes;
+  if (tokens * with_weights <= layout.zero_copy_bytes / ranks) at->row_bytes = with_weights;
+  at->counts_bytes = counts_bytes(experts / ranks);
+  at->max_entries = static_cast<uint32_t>(min<uint64_t>(experts / ranks, p->num_topk));
+  at->weights_bytes = weights_bytes(tokens, at->max_entries);
   at->stage_bytes = layout.zero_copy_bytes;
   at->source_bytes = max<uint64_t>(layout.zero_copy_bytes / ranks, tokens * at->row_bytes);
   if (layout.rdma_bytes > view.rdma_bytes || ranks * at->source_bytes > layout.slot_bytes) return false;
-  const uint64_t wire = view.wire + view.ring.bytes,
-                 area = (view.wire_bytes - view.ring.bytes) / kNumWireAreas / 128 * 128;
-  const WireAreas needed(ranks, tokens, experts);
-  if (view.wire_bytes < view.ring.bytes || area < needed.one) return false;
+  if (view.wire_bytes < view.ring.bytes) return false;
+  const uint64_t wire = view.wire + view.ring.bytes, region = view.wire_bytes - view.ring.bytes;
+  const WireSizes needed(ranks, tokens, experts);
+  if (!needed.fit(region)) return false;
   for (int i = 0; i < kLowLatencySlots; ++i) {
     at->slot[i] = view.rdma + slot_offset(view.rdma_bytes, layout.slot_bytes, i);
-    at->words[i] = wire + i * area;
-    at->counts_in[i] = wire + (2 + i) * area;
-    at->counts_out[i] = at->counts_in[i] + needed.counts;
+    at->words[i] = wire + wire_part_at(region, kWords, i);
+    at->counts_in[i] = wire + wire_part_at(region, kCounts, i);
+    at->counts_out[i] = at->counts_in[i] + ranks * at->counts_bytes;
+    at->table[i] = wire + wire_part_at(region, kTable, i);
+    at->weights_in[i] = wire + wire_part_at(region, kWeights, i);
+    at->weights_out[i] = at->weights_in[i] + ranks * at->weights_bytes;
   }
+  at->table_tokens_at = static_cast<uint32_t>(table_tokens_at(ranks));
   at->outbox = team.outbox;
   return true;
 }

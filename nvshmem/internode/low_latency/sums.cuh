@@ -1,0 +1,322 @@
+// sums.cuh - libdeepep_nvshmem.so, low latency for teams with a transport: combine's rows are summed at the experts'
+// rank before they cross. The order of additions is that of one node (kernels/cuda/impl/low_latency/combine_send.cuh):
+// a token's rows here by its entries, then the rows of ranks at the token's rank by the entries of their lowest
+// experts. The weights come from the dispatch if that had them; else every combine sends them first, in one message for
+// each rank, and a call that also receives waits for them. The send half alone never waits: toward ranks whose weights
+// it does not have it sends each expert's row by itself. A row's word says which of the two it is, so ranks need not
+// agree.
+#pragma once
+#include "internode/low_latency/logfmt.cuh"
+#include "internode/low_latency/table.cuh"
+
+namespace deepep::internode {
+
+struct InternodeLlCombineParams : LowLatencyCombineBuffers {
+  InternodeLlParams call;
+};
+
+enum : uint32_t { kRowPlain = 1, kRowLogfmt = 2, kSumPlain = 3, kSumLogfmt = 4 };  // values of a row's signal word
+__device__ __forceinline__ bool is_sum(uint32_t kind) { return kind >= kSumPlain; }
+__device__ __forceinline__ bool is_logfmt(uint32_t kind) { return kind == kRowLogfmt || kind == kSumLogfmt; }
+
+// ---- Which rows are summed ------------------------------------------------------------------------------------------
+
+// The table of the dispatch that made src_info, if it is the newest one of that memory and had this shape; -1: none.
+__device__ inline int find_table(const InternodeLlParams &p) {
+  const auto *received = p.state->received;
+  int found = -1;
+  for (int i = 0; i < kTables; ++i)
+    if (received[i].src_info == reinterpret_cast<uint64_t>(p.src_info) && received[i].src_info != 0 &&
+        (found < 0 || received[i].number > received[found].number))
+      found = i;
+  if (found < 0) return -1;
+  const ReceivedDispatch &it = received[found];
+  const bool fits = it.num_experts == p.num_experts && it.max_tokens == p.max_tokens && it.num_topk == p.num_topk;
+  return fits ? found : -1;
+}
+
+// Whether this rank's weights go to the experts' ranks: where some of them may wait for them.
+__device__ inline bool sends_weights(const InternodeLlParams &p) {
+  if (!p.sends() || p.shrinks()) return false;
+  bool known = find_table(p) >= 0;
+  for (int i = 0; i < kTables; ++i) known &= p.state->received[i].src_info == 0 || p.state->received[i].brought_weights;
+  return !known;
+}
+
+// For each rank the number of tokens whose sums go there, with kTableHasWeights where their weights are known;
+// kApart: each row by itself.
+constexpr int32_t kApart = -1;
+// By the whole block, into shared memory: sums [R] and the first rows [L][R] of sources. Returns the greatest number of
+// sums.
+__device__ inline int plan_sums(const InternodeLlParams &p, int table, int32_t *sums, int32_t *first_row) {
+  __shared__ int32_t most;
+  const TeamView &team = p.session.team;
+  if (threadIdx.x == 0) most = 0;
+  __syncthreads();
+  for (int r = threadIdx.x; r < team.num_ranks; r += kLlThreads) {
+    // With zero copy the buffer of staged rows has the caller's rows.
+    const bool has_room = (p.flags & DK_LL_ZERO_COPY) == 0 || uses_stores(team, r);
+    int32_t count = table >= 0 && has_room && (p.flags & DK_LL_UNREDUCED) == 0 ? table_counts(p, table)[r] : kApart;
+    if (count >= 0 && (count & kTableHasWeights) == 0 && (!p.receives() || p.shrinks())) count = kApart;
+    sums[r] = count;
+    if (count >= 0) atomicMax(&most, num_tokens_of(count));
+  }
+  // B rows from there on are the expert's, whatever the caller's tensor holds.
+  const int64_t last = p.rows_per_expert() - p.max_tokens;
+  for (int i = threadIdx.x; table >= 0 && i < p.num_experts; i += kLlThreads)
+    first_row[i] = static_cast<int32_t>(min(max(p.layout_range[i] >> 32, int64_t{0}), last));
+  __syncthreads();
+  return most;
+}
+
+// ---- Weights --------------------------------------------------------------------------------------------------------
+
+// By one thread: the weights of a token's entries at a rank, as that rank's table lists them.
+__device__ inline void stage_weights(const InternodeLlParams &p, int token, int dest, float *to) {
+  const int64_t first = static_cast<int64_t>(token) * p.num_topk;
+  const auto expert_at = [&](int k) { return static_cast<int>(load_index(p.topk_idx, first + k, p.index_bytes)); };
+  uint32_t n = 0;
+  for (int k = 0; k < p.num_topk; ++k) {
+    const int expert = expert_at(k);
+    if (static_cast<uint32_t>(expert - dest * p.num_local) >= static_cast<uint32_t>(p.num_local)) continue;
+    bool repeated = false;
+    float sum = p.topk_weights[first + k];
+    for (int j = 0; j < p.num_topk; ++j) {
+      if (j == k || expert_at(j) != expert) continue;
+      repeated |= j < k;
+      if (j > k) sum += p.topk_weights[first + j];
+    }
+    if (!repeated && n < p.at.max_entries) to[n++] = sum;
+  }
+}
+
+// Whole block; the last blocks have a rank each.
+__device__ inline void send_weights(const InternodeLlParams &p, uint64_t epoch) {
+  const TeamView &team = p.session.team;
+  const int slot = slot_of(epoch);
+  const uint32_t used = align_up<uint32_t>(4 * static_cast<uint32_t>(p.num_tokens) * p.at.max_entries, 16);
+  for (int i = static_cast<int>(gridDim.x - 1 - blockIdx.x); i < team.num_ranks; i += static_cast<int>(gridDim.x)) {
+    const int dest = (team.rank + i) % team.num_ranks;
+    const uint64_t out = p.at.weights_out[slot] + static_cast<uint64_t>(dest) * p.at.weights_bytes,
+                   in = p.at.weights_in[slot] + static_cast<uint64_t>(team.rank) * p.at.weights_bytes;
+    for (int token = threadIdx.x; token < p.num_tokens; token += kLlThreads)
+      stage_weights(p, token, dest, mine_at<float>(p, out) + static_cast<uint64_t>(token) * p.at.max_entries);
+    __syncthreads();
+    if (warp_id() == 0)
+      deliver(p, dest, in, mine_at(p, out), max(used, 16u), message_word_at(p, epoch, team.rank),
+              signal_word(epoch, team.rank, 0));
+  }
+}
+
+// ---- One sum --------------------------------------------------------------------------------------------------------
+
+struct SumList {  // shared, of a group: the rows of x that belong to a token
+  const uint8_t *row[kMaxTopk];
+  float weight[kMaxTopk];
+  uint32_t coded[4];  // LogFMT: a bit for each block
+  int32_t count, token, lowest_expert;
+};
+
+// By a warp: whether a source's weights have come. The wait ends as all others do; then the sum is not sent.
+__device__ inline bool await_weights(const InternodeLlParams &p, uint64_t epoch, int source) {
+  bool here = false;
+  if (lane_id() == 0) {
+    const uint64_t start = ptx::global_timer_ns();
+    here = await_message_word(p, epoch, epoch, source);
+    if (is_control_block())  // groups wait at the same time
+      atomicMax(reinterpret_cast<unsigned long long *>(&p.session.team.scratch->wait_ns[source]),
+                ptx::global_timer_ns() - start);
+  }
+  return __shfl_sync(kAllLanes, static_cast<int>(here), 0) != 0;
+}
+
+// By the first warp of a group: lists the rows of a source's token.
+__device__ inline void read_sum(const InternodeLlCombineParams &c, uint64_t epoch, int table, int source, int number,
+                                bool has_weights, const int32_t *first_row, SumList *list) {
+  const InternodeLlParams &p = c.call;
+  const int lane = lane_id();
+  const uint64_t *words = table_token(p, table, source, number);
+  const uint64_t head = words[0], entry = lane < static_cast<int>(p.at.max_entries) ? words[1 + lane] : 0;
+  const int token = static_cast<int>(head & 0xffff), expert = static_cast<int>(entry >> 16 & 0xffff),
+            position = static_cast<int>(entry & 0xffff);
+  bool good = token < p.max_tokens && !is_masked(p.session, source);
+  good = __shfl_sync(kAllLanes, static_cast<int>(good), 0) != 0;  // a mask may be set meanwhile
+  const int count = good ? min(static_cast<int>(head >> 32), static_cast<int>(p.at.max_entries)) : 0;
+  const bool mine = lane < count && expert < p.num_local && position < p.max_tokens;
+  float weight = __uint_as_float(static_cast<uint32_t>(entry >> 32));
+  bool here = true;
+  if (!has_weights && count > 0) {
+    here = await_weights(p, epoch, source);
+    const auto *sent =
+        mine_at<uint32_t>(p, p.at.weights_in[slot_of(epoch)] + static_cast<uint64_t>(source) * p.at.weights_bytes);
+    if (here && mine)
+      weight = __uint_as_float(ptx::ld_relaxed_sys(sent + static_cast<uint64_t>(token) * p.at.max_entries + lane));
+  }
+  const uint32_t rows = here ? __ballot_sync(kAllLanes, mine) : 0;
+  const int lowest = __reduce_min_sync(kAllLanes, mine ? expert : 0x7fffffff);
+  if ((rows >> lane & 1) != 0) {
+    const int n = __popc(rows & ((1u << lane) - 1));
+    const int64_t row = first_row[expert * p.session.team.num_ranks + source] + position;
+    list->row[n] = c.x + static_cast<uint64_t>(expert * p.rows_per_expert() + row) * c.x_row_stride;
+    list->weight[n] = weight;
+  }
+  if (lane < 4) list->coded[lane] = 0;
+  if (lane == 0) {
+    list->count = __popc(rows);
+    list->token = token;
+    list->lowest_expert = lowest;
+  }
+}
+
+// By a group: chunks first + thread, + kLlGroupThreads, ... of a sum; zeros past the end. Loads of several chunks and
+// rows are in flight together.
+constexpr int kPieceChunks = 4, kPieceStep = kPieceChunks * kLlGroupThreads;
+__device__ __forceinline__ void sum_piece(const SumList *list, int base, int chunks, uint4 (&out)[kPieceChunks]) {
+  constexpr int kRows = 2;
+  float sum[kPieceChunks][8] = {};
+#pragma unroll 1
+  for (int first = 0; first < list->count; first += kRows) {
+    uint4 data[kRows][kPieceChunks];
+#pragma unroll
+    for (int n = 0; n < kRows; ++n) {
+      if (first + n >= list->count) continue;
+      const uint8_t *from = list->row[first + n] + 16 * base;
+#pragma unroll
+      for (int u = 0; u < kPieceChunks; ++u)
+        if (base + u * kLlGroupThreads < chunks) data[n][u] = ptx::ld_stream(from + 16 * kLlGroupThreads * u);
+    }
+#pragma unroll
+    for (int n = 0; n < kRows; ++n) {
+      if (first + n >= list->count) continue;
+#pragma unroll
+      for (int u = 0; u < kPieceChunks; ++u)
+        if (base + u * kLlGroupThreads < chunks) add_weighted(sum[u], data[n][u], list->weight[first + n]);
+    }
+  }
+#pragma unroll
+  for (int u = 0; u < kPieceChunks; ++u) out[u] = round_bf16(sum[u]);
+}
+__device__ __forceinline__ void store_piece(uint8_t *to, int base, int chunks, const uint4 (&data)[kPieceChunks]) {
+#pragma unroll
+  for (int u = 0; u < kPieceChunks; ++u)
+    if (base + u * kLlGroupThreads < chunks) ptx::st_stream(to + 16 * (base + u * kLlGroupThreads), data[u]);
+}
+
+// By a group: chooses the blocks to be coded, sets list->coded.
+__device__ __forceinline__ void choose_piece(SumList *list, int base, int chunks, const uint4 (&data)[kPieceChunks]) {
+#pragma unroll
+  for (int u = 0; u < kPieceChunks; ++u) {
+    const int chunk = base + u * kLlGroupThreads;
+    const bool coded = is_log_coded(range_of_block(data[u]));
+    if (coded && chunk < chunks && chunk % 16 == 0) atomicOr(&list->coded[chunk / 512], 1u << (chunk / 16 % 32));
+  }
+}
+__device__ __forceinline__ void encode_piece(uint8_t *to, int base, int chunks, const uint4 &coded,
+                                             const uint4 (&data)[kPieceChunks]) {
+#pragma unroll
+  for (int u = 0; u < kPieceChunks; ++u) {
+    const int chunk = base + u * kLlGroupThreads, block = chunk / 16, part = chunk % 16;
+    const BlockRange bits = range_of_block(data[u]);
+    if (chunk >= chunks) continue;
+    uint8_t *at = to + log_block_at(coded, block);
+    if (is_coded(coded, block))
+      encode_part(at, part, data[u], bits);
+    else
+      ptx::st_stream(at + 16 * part, data[u]);
+  }
+}
+
+// By a group: writes a sum in LogFMT, or as it is where no block is coded. Returns its bytes. What a thread had in its
+// first pieces it keeps; of the longest rows it makes the rest again.
+__device__ inline uint32_t write_logfmt_sum(const InternodeLlParams &p, SumList *list, uint8_t *to, int group,
+                                            int thread, uint32_t &kind) {
+  constexpr int kHeld = 2;
+  const int chunks = p.hidden / 8;
+  uint4 held[kHeld][kPieceChunks], data[kPieceChunks];
+#pragma unroll
+  for (int i = 0; i < kHeld; ++i) {
+    if (i * kPieceStep >= chunks) continue;
+    sum_piece(list, i * kPieceStep + thread, chunks, held[i]);
+    choose_piece(list, i * kPieceStep + thread, chunks, held[i]);
+  }
+#pragma unroll 1
+  for (int first = kHeld * kPieceStep; first < chunks; first += kPieceStep) {
+    sum_piece(list, first + thread, chunks, data);
+    choose_piece(list, first + thread, chunks, data);
+  }
+  ptx::barrier_among<kLlGroupThreads>(1 + group);
+  const uint4 coded{list->coded[0], list->coded[1], list->coded[2], list->coded[3]};
+  const bool any = (coded.x | coded.y | coded.z | coded.w) != 0;
+  kind = any ? kSumLogfmt : kSumPlain;
+  if (any && thread == 0) ptx::st_stream(to, coded);
+#pragma unroll
+  for (int i = 0; i < kHeld; ++i) {
+    if (i * kPieceStep >= chunks) continue;
+    if (any)
+      encode_piece(to, i * kPieceStep + thread, chunks, coded, held[i]);
+    else
+      store_piece(to, i * kPieceStep + thread, chunks, held[i]);
+  }
+#pragma unroll 1
+  for (int first = kHeld * kPieceStep; first < chunks; first += kPieceStep) {
+    sum_piece(list, first + thread, chunks, data);
+    if (any)
+      encode_piece(to, first + thread, chunks, coded, data);
+    else
+      store_piece(to, first + thread, chunks, data);
+  }
+  return any ? log_block_at(coded, p.hidden / kScaleChannels) : 2 * static_cast<uint32_t>(p.hidden);
+}
+
+// By a group: inside the node the sum is made at its place, for another node in a place where a NIC can read it.
+// `place`: among those of the buffer of staged rows.
+__device__ inline void send_sum(const InternodeLlParams &p, uint64_t epoch, int dest, int64_t place, SumList *list,
+                                int group, int thread) {
+  const TeamView &team = p.session.team;
+  const int expert = team.rank * p.num_local + list->lowest_expert, token = list->token, chunks = p.hidden / 8;
+  const uint64_t at = expert_row_at(p, epoch, expert, token);
+  const bool logfmt = (p.flags & DK_LL_LOGFMT) != 0;
+  uint8_t *to = !logfmt && uses_stores(team, dest)
+                    ? team.peers[dest] + at
+                    : mine_at(p, p.at.stage + static_cast<uint64_t>(place) * 2 * p.hidden);
+  uint32_t kind = kSumPlain, bytes = 2 * static_cast<uint32_t>(p.hidden);
+  if (logfmt) {
+    bytes = write_logfmt_sum(p, list, to, group, thread, kind);
+  } else {
+#pragma unroll 1
+    for (int base = thread; base < chunks; base += kPieceStep) {
+      uint4 out[kPieceChunks];
+      sum_piece(list, base, chunks, out);
+      store_piece(to, base, chunks, out);
+    }
+  }
+  ptx::barrier_among<kLlGroupThreads>(1 + group);
+  if (thread >= kWarp) return;
+  deliver(p, dest, at, to, bytes, expert_word_at(p, epoch, expert, token), signal_word(epoch, team.rank, kind));
+  if (thread == 0) add_sent_bytes(p.session, dest, 2ull * p.hidden);
+}
+
+// Groups take tokens in turn: the first one of each source, then the second ones. The control block has none where the
+// grid is not tiny: what it waits for holds up no row.
+__device__ inline void send_sums(const InternodeLlCombineParams &c, uint64_t epoch, int table, int most,
+                                 const int32_t *sums, const int32_t *first_row, SumList *lists) {
+  constexpr int kTinyGrid = 32;
+  const InternodeLlParams &p = c.call;
+  const int num_ranks = p.session.team.num_ranks, group = static_cast<int>(threadIdx.x) / kLlGroupThreads,
+            thread = static_cast<int>(threadIdx.x) % kLlGroupThreads;
+  const int workers = static_cast<int>(gridDim.x) - (gridDim.x > kTinyGrid ? 1 : 0);
+  if (static_cast<int>(blockIdx.x) >= workers) return;
+  SumList *list = lists + group;
+  const int stride = kLlGroups * workers;
+  for (int i = group * workers + static_cast<int>(blockIdx.x); i < most * num_ranks; i += stride) {
+    const int number = i / num_ranks, dest = (i + p.session.team.rank) % num_ranks;
+    if (sums[dest] < 0 || number >= num_tokens_of(sums[dest])) continue;
+    if (thread < kWarp) read_sum(c, epoch, table, dest, number, (sums[dest] & kTableHasWeights) != 0, first_row, list);
+    ptx::barrier_among<kLlGroupThreads>(1 + group);
+    if (list->count > 0)
+      send_sum(p, epoch, dest, static_cast<int64_t>(dest) * p.max_tokens + number, list, group, thread);
+    ptx::barrier_among<kLlGroupThreads>(1 + group);
+  }
+}
+
+}  // namespace deepep::internode
