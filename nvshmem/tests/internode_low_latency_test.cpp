@@ -59,9 +59,9 @@ struct Memory {
 struct Exchange {
   int num_tokens, form, how;  // form: BF16, FP8, rounded, UE8M0; how: plain, zero copy, LogFMT
   size_t data;                // of the rows to combine, see row_value()
+  bool second = false;        // the newest combine was the second one
   bool weighted, unreduced;   // the dispatch has weights, where a rank has tokens; this rank's combines sum nothing
   bool room = false;          // a dispatch of this shape brings weights
-  bool whole = false;         // this rank's newest combine was one call
   int wrong = -1;             // a token with a wrong index in combine
   std::vector<int> crossed;   // puts of the newest combine to each rank: rows
   std::vector<int> messages;  // and weights
@@ -105,6 +105,7 @@ struct World {
   size_t came = 0;              // ranks at the meetings before and after it returns
   bool replayed = false;        // combines always send from the same buffer, as in a graph
   bool again = false;           // each combine runs twice
+  std::vector<bool> halves;     // ranks whose calls are in halves; the second run of a combine never is
 
   bool misses(int rank, size_t round) const { return rank == lost && round >= lost_from && round < back_from; }
   uint64_t timeout() const { return lost < 0 ? kTimeout : kShortTimeout; }
@@ -237,7 +238,6 @@ void add_combine(World &w, int me, size_t which, uint32_t phases, uint32_t ticke
     if (fill_combine(&p, r.team, params.get()) != DK_OK) wrong("combine is refused", r.team.view.rank, 0, 0, 0);
     if ((phases & DK_PHASE_SEND) != 0 && !w.replayed) r.team.next_stage = 1 - params->call.stage;
     if ((phases & DK_PHASE_SEND) == 0) return;
-    e.whole = phases == DK_PHASE_BOTH;
     e.crossed.assign(w.ranks.size(), 0);
     e.messages.assign(w.ranks.size(), 0);
     r.on_put = [&e, params](int to, uint64_t word) {
@@ -359,10 +359,10 @@ bool reached_by_stores(const World &w, int from, int to) {
   return from == to || (!w.c.all_remote && from / w.c.peers == to / w.c.peers);
 }
 // Whether the experts' rank sums the rows of a rank's tokens.
-bool is_summed(const World &w, int at, int me, size_t which) {
+bool is_summed(const World &w, int at, int me, size_t which, bool second) {
   const Exchange &there = w.ranks[at].exchanges[which], &e = w.ranks[me].exchanges[which];
   if (there.unreduced || (there.how == 1 && !reached_by_stores(w, at, me))) return false;
-  return (e.weighted && e.room) || (there.whole && w.lost < 0);
+  return (e.weighted && e.room) || ((second || !w.halves[at]) && w.lost < 0);
 }
 
 // Of a token: the entries that count, in their order, and their weights.
@@ -391,7 +391,7 @@ std::vector<float> expected_sum(const World &w, int me, size_t which, int token)
   std::vector<float> sum(static_cast<size_t>(w.c.hidden));
   const std::vector<Part> parts = parts_of(w, me, which, token);
   for (const Part &part : parts) {
-    if (!is_summed(w, part.rank, me, which)) {
+    if (!is_summed(w, part.rank, me, which, e.second)) {
       add(sum, as_received(expert_row(w, me, e.data, token, part.expert), e.how), part.weight);
       continue;
     }
@@ -431,7 +431,7 @@ void check_puts(const World &w, int me, size_t which) {
     for (int t = 0; t < w.ranks[to].exchanges[which].num_tokens && !w.misses(to, which); ++t) {
       int64_t parts = 0;
       for (const Part &part : parts_of(w, to, which, t)) parts += part.rank == me;
-      rows += static_cast<int>(is_summed(w, me, to, which) ? std::min<int64_t>(parts, 1) : parts);
+      rows += static_cast<int>(is_summed(w, me, to, which, mine.second) ? std::min<int64_t>(parts, 1) : parts);
     }
     const bool remote = !reached_by_stores(w, me, to);
     check("rows that crossed", me, to, mine.crossed[to], remote ? rows : 0);
@@ -553,6 +553,7 @@ void add_steps(World &w, int me, int rounds, bool halves, bool overlap) {
     host_step(r, [&w, &r, me, which] {
       Exchange &e = r.exchanges[which];
       e.data += 100;
+      e.second = true;
       make_rows(w, me, which);
       for (float &weight : e.weights) weight += e.weighted && e.room ? 0 : 1;  // each combine may have other weights
     });
@@ -572,9 +573,11 @@ void run_case(uint64_t seed) {
   }
   World w(c);
   const bool halves = pick(0, 2) != 0, overlap = halves && pick(0, 1) != 0, fences_alone = pick(0, 1) != 0;
+  const int mixed = pick(0, 1);  // every second rank makes whole calls
   const int rounds = 4;
   w.replayed = pick(0, 3) == 0;
   w.again = !overlap && pick(0, 2) == 0;
+  for (int me = 0; me < c.ranks(); ++me) w.halves.push_back(halves && (overlap || mixed == 0 || me % 2 == 0));
   const int style = planted != Plant::none ? 0 : pick(0, 2);  // all dispatches have weights, some, none
   for (int i = 0; i < rounds; ++i)
     make_exchange(w, pick(0, c.hidden % 512 == 0 ? 3 : 2), w.replayed ? 2 * pick(0, 1) : pick(0, 2),
@@ -592,7 +595,7 @@ void run_case(uint64_t seed) {
     if (pick(0, 1) != 0) w.back_from = w.lost_from + 1;
     for (Rank &r : w.ranks) r.team.view.flags |= DK_TEAM_SHRINK;
   }
-  for (int me = 0; me < c.ranks(); ++me) add_steps(w, me, rounds, halves, overlap);
+  for (int me = 0; me < c.ranks(); ++me) add_steps(w, me, rounds, w.halves[me], overlap);
   emulate::run(
       c.ranks(), [&](int rank) { return w.ranks[rank].grid; }, kLlThreads, [&](int rank) { run_steps(w.ranks[rank]); });
   emulate::stop_network();
