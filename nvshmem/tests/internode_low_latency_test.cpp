@@ -66,7 +66,7 @@ struct Exchange {
   std::vector<int> crossed;   // puts of the newest combine to each rank: rows
   std::vector<int> messages;  // and weights
   Memory<uint16_t> x, y, sums;
-  std::vector<int64_t> idx;
+  std::vector<int64_t> idx, asked;  // asked: of combine
   std::vector<float> weights;
   Memory<uint8_t> recv_x;
   Memory<uint32_t> scales;
@@ -224,7 +224,7 @@ void add_combine(World &w, int me, size_t which, uint32_t phases, uint32_t ticke
     p.flags = (e.how == 1 ? DK_LL_ZERO_COPY : e.how == 2 ? DK_LL_LOGFMT : 0) | (e.unreduced ? DK_LL_UNREDUCED : 0);
     p.x = emulate::bits(rows_to_combine(w, r, e));
     p.x_row_stride = 2ull * w.c.hidden;
-    p.topk_idx = emulate::bits(e.idx.data());
+    p.topk_idx = emulate::bits(e.asked.data());
     p.topk_weights = emulate::bits(e.weights.data());
     p.src_info = emulate::bits(e.src_info.data());
     p.layout_range = emulate::bits(e.range.data());
@@ -361,7 +361,7 @@ bool reached_by_stores(const World &w, int from, int to) {
 // Whether the experts' rank sums the rows of a rank's tokens.
 bool is_summed(const World &w, int at, int me, size_t which, bool second) {
   const Exchange &there = w.ranks[at].exchanges[which], &e = w.ranks[me].exchanges[which];
-  if (there.unreduced || (there.how == 1 && !reached_by_stores(w, at, me))) return false;
+  if (there.unreduced || there.how == 1) return false;
   return (e.weighted && e.room) || ((second || !w.halves[at]) && w.lost < 0);
 }
 
@@ -465,6 +465,7 @@ void make_exchange(World &w, int form, int how, bool weighted) {
     }
     e.idx.push_back(-1);
     e.weights.push_back(0);  // never empty
+    e.asked = e.idx;
     e.x.resize(static_cast<size_t>(e.num_tokens) * c.hidden);
     for (int64_t i = 0; i < static_cast<int64_t>(e.num_tokens) * c.hidden; ++i)
       e.x.data()[i] = to_bf16(static_cast<float>(pick(-4096, 4096)) / 512);
@@ -506,6 +507,13 @@ void add_return(World &w, int me) {
   add_meeting(w, me);
 }
 
+// A token's combine has a wrong index: its sum is NaN, the others are right.
+void name_no_expert(World &w, int me, size_t which) {
+  Exchange &e = w.ranks[me].exchanges[which];
+  e.wrong = pick(0, e.num_tokens - 1);
+  e.asked[static_cast<size_t>(e.wrong) * w.c.topk + pick(0, w.c.topk - 1)] = pick(0, 1) != 0 ? w.c.experts() : -2;
+}
+
 // Makes a table of a received dispatch wrong: a weight, or all of it, so that rows go by themselves.
 void plant(const World &w, Rank &r) {
   for (ReceivedDispatch &received : r.state->received) {
@@ -525,7 +533,7 @@ void plant(const World &w, Rank &r) {
 
 // Calls one after the other, whole or in halves; with overlap a dispatch is sent before the previous combine is
 // received, as with two batches.
-void add_steps(World &w, int me, int rounds, bool halves, bool overlap) {
+void add_steps(World &w, int me, int rounds, bool halves, bool overlap, bool wrong) {
   Rank &r = w.ranks[me];
   const uint32_t send = halves ? DK_PHASE_SEND : DK_PHASE_BOTH;
   for (int i = 0; i < rounds; ++i) {
@@ -543,6 +551,8 @@ void add_steps(World &w, int me, int rounds, bool halves, bool overlap) {
       check_dispatch(w, me, which);
       make_rows(w, me, which);
     });
+    if (which + 1 == static_cast<size_t>(rounds) && wrong && w.ranks[me].exchanges[which].num_tokens > 0)
+      name_no_expert(w, me, which);
     if (planted != Plant::none) host_step(r, [&w, &r] { plant(w, r); });
     add_combine(w, me, which, send, 2 + which % 2);
     host_step(r, [&w, me, which] { check_puts(w, me, which); });
@@ -595,7 +605,8 @@ void run_case(uint64_t seed) {
     if (pick(0, 1) != 0) w.back_from = w.lost_from + 1;
     for (Rank &r : w.ranks) r.team.view.flags |= DK_TEAM_SHRINK;
   }
-  for (int me = 0; me < c.ranks(); ++me) add_steps(w, me, rounds, w.halves[me], overlap);
+  const bool wrong = pick(0, 3) == 0;
+  for (int me = 0; me < c.ranks(); ++me) add_steps(w, me, rounds, w.halves[me], overlap, wrong && pick(0, 1) != 0);
   emulate::run(
       c.ranks(), [&](int rank) { return w.ranks[rank].grid; }, kLlThreads, [&](int rank) { run_steps(w.ranks[rank]); });
   emulate::stop_network();

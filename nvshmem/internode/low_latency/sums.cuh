@@ -50,20 +50,19 @@ constexpr int32_t kApart = -1;
 // sums.
 __device__ inline int plan_sums(const InternodeLlParams &p, int table, int32_t *sums, int32_t *first_row) {
   __shared__ int32_t most;
-  const TeamView &team = p.session.team;
+  // With zero copy the buffer of staged rows has the caller's rows, and no room for sums.
+  const bool may_sum = table >= 0 && (p.flags & (DK_LL_UNREDUCED | DK_LL_ZERO_COPY)) == 0;
   if (threadIdx.x == 0) most = 0;
   __syncthreads();
-  for (int r = threadIdx.x; r < team.num_ranks; r += kLlThreads) {
-    // With zero copy the buffer of staged rows has the caller's rows.
-    const bool has_room = (p.flags & DK_LL_ZERO_COPY) == 0 || uses_stores(team, r);
-    int32_t count = table >= 0 && has_room && (p.flags & DK_LL_UNREDUCED) == 0 ? table_counts(p, table)[r] : kApart;
+  for (int r = threadIdx.x; r < p.session.team.num_ranks; r += kLlThreads) {
+    int32_t count = may_sum ? table_counts(p, table)[r] : kApart;
     if (count >= 0 && (count & kTableHasWeights) == 0 && (!p.receives() || p.shrinks())) count = kApart;
     sums[r] = count;
     if (count >= 0) atomicMax(&most, num_tokens_of(count));
   }
   // B rows from there on are the expert's, whatever the caller's tensor holds.
   const int64_t last = p.rows_per_expert() - p.max_tokens;
-  for (int i = threadIdx.x; table >= 0 && i < p.num_experts; i += kLlThreads)
+  for (int i = threadIdx.x; may_sum && i < p.num_experts; i += kLlThreads)
     first_row[i] = static_cast<int32_t>(min(max(p.layout_range[i] >> 32, int64_t{0}), last));
   __syncthreads();
   return most;
