@@ -581,6 +581,11 @@ void run_case(uint64_t seed) {
     c.peers = 3;
     c.all_remote = true;
   }
+  if (pick(0, 15) == 0) {  // more pieces of a sum than a thread keeps
+    c.hidden = kScaleChannels * pick(63, 70);
+    c.peers = c.nodes > 1 ? 1 : 2;
+    c.tokens = min(c.tokens, 2);
+  }
   World w(c);
   const bool halves = pick(0, 2) != 0, overlap = halves && pick(0, 1) != 0, fences_alone = pick(0, 1) != 0;
   const int mixed = pick(0, 1);  // every second rank makes whole calls
@@ -595,12 +600,21 @@ void run_case(uint64_t seed) {
   std::vector<uint8_t *> blocks;
   for (Rank &r : w.ranks) blocks.push_back(aligned(r.block));
   emulate::start_network({seed, fences_alone}, blocks);
-  emulate::watch(nullptr, [&w](int from, int to, const void *word, const void *) {
+  // A rank that pauses while the others go on, for less than the time limit.
+  int late = pick(0, 2) == 0 ? pick(0, c.ranks() - 1) : -1;
+  int64_t looks = 0;
+  const int64_t pause = pick(0, 200), resume = pause + pick(1, 1000);
+  const auto life = [&late, &looks, pause, resume](int rank) {
+    if (rank != late) return emulate::Life::runs;
+    return ++looks < pause || looks >= resume ? emulate::Life::runs : emulate::Life::pauses;
+  };
+  emulate::watch(life, [&w](int from, int to, const void *word, const void *) {
     const Rank &r = w.ranks[from];
     if (r.on_put) r.on_put(to, static_cast<uint64_t>(static_cast<const uint8_t *>(word) - r.team.view.self));
   });
   if (pick(0, 3) == 0 && !overlap) {  // with overlap, a combine of the last round would never be received
     w.lost = pick(0, c.ranks() - 1);
+    late = -1;  // it would be masked
     w.lost_from = static_cast<size_t>(pick(1, rounds - 1));
     if (pick(0, 1) != 0) w.back_from = w.lost_from + 1;
     for (Rank &r : w.ranks) r.team.view.flags |= DK_TEAM_SHRINK;
@@ -615,7 +629,7 @@ void run_case(uint64_t seed) {
       check("mask", me, r, w.ranks[me].scratch->masked[r],
             r == w.lost && me != r && w.back_from >= static_cast<size_t>(rounds));
   emulate::watch(nullptr, nullptr);
-  printf("case %llu: %d nodes of %d%s, %d local experts, hidden %d, top-%d, B %d%s%s%s: ok\n",
+  printf("case %llu: %d nodes of %d%s, %d local experts, hidden %d, top-%d, B %d%s%s%s%s: ok\n",
          static_cast<unsigned long long>(seed), c.nodes, c.peers, c.all_remote ? ", all remote" : "", c.local_experts,
          c.hidden, c.topk, c.tokens,
          overlap  ? ", overlapping"
@@ -624,6 +638,7 @@ void run_case(uint64_t seed) {
          w.lost < 0                                  ? ""
          : w.back_from < static_cast<size_t>(rounds) ? ", a rank is lost and comes back"
                                                      : ", a rank is lost",
+         late >= 0 && w.lost < 0 && looks >= resume ? ", a rank is late" : "",
          style == 0   ? ", with weights"
          : style == 1 ? ", some with weights"
                       : "");
