@@ -105,6 +105,7 @@ struct World {
   size_t came = 0;              // ranks at the meetings before and after it returns
   bool replayed = false;        // combines always send from the same buffer, as in a graph
   bool again = false;           // each combine runs twice
+  size_t ahead = 1;             // dispatches that are received before the first of them is combined
   std::vector<bool> halves;     // ranks whose calls are in halves; the second run of a combine never is
 
   bool misses(int rank, size_t round) const { return rank == lost && round >= lost_from && round < back_from; }
@@ -212,10 +213,20 @@ uint16_t *rows_to_combine(const World &w, Rank &r, Exchange &e) {
   return reinterpret_cast<uint16_t *>(r.team.view.self + r.team.view.rdma + layout.zero_copy(r.team.next_stage));
 }
 
+// A receiver acknowledges a call: nothing of it may still be on its way.
+void check_messages(const World &w, const InternodeLlParams &p, uint64_t epoch) {
+  for (int source = 0; source < w.c.ranks() && w.lost < 0; ++source) {
+    if (mine_at<HandshakeMessage>(p, handshake_at(p.session.team, epoch, source))->segment == 0) continue;
+    const uint64_t word = *mine_at<uint64_t>(p, message_word_at(p, epoch, source));
+    check("message with weights that is here", p.session.team.rank, source, is_from(word, epoch, source), 1);
+  }
+}
+
 void add_combine(World &w, int me, size_t which, uint32_t phases, uint32_t ticket) {
   Rank &r = w.ranks[me];
+  auto epoch = std::make_shared<uint64_t>(0);
   auto params = std::make_shared<InternodeLlCombineParams>();
-  host_step(r, [&w, &r, which, phases, ticket, params] {
+  host_step(r, [&w, &r, which, phases, ticket, params, epoch] {
     Exchange &e = r.exchanges[which];
     dk_ll_combine_params p{};
     p.timeout_ns = w.timeout();
@@ -237,6 +248,7 @@ void add_combine(World &w, int me, size_t which, uint32_t phases, uint32_t ticke
     p.combined_x = emulate::bits(e.sums.data());
     if (fill_combine(&p, r.team, params.get()) != DK_OK) wrong("combine is refused", r.team.view.rank, 0, 0, 0);
     if ((phases & DK_PHASE_SEND) != 0 && !w.replayed) r.team.next_stage = 1 - params->call.stage;
+    *epoch = epoch_of_call(params->call);
     if ((phases & DK_PHASE_SEND) == 0) return;
     e.crossed.assign(w.ranks.size(), 0);
     e.messages.assign(w.ranks.size(), 0);
@@ -251,7 +263,10 @@ void add_combine(World &w, int me, size_t which, uint32_t phases, uint32_t ticke
     };
   });
   r.steps.push_back([params] { deep_ep::internode_ll::combine(*params); });
-  host_step(r, [&r] { r.on_put = nullptr; });
+  host_step(r, [&w, &r, phases, params, epoch] {
+    r.on_put = nullptr;
+    if ((phases & DK_PHASE_RECV) != 0) check_messages(w, params->call, *epoch);
+  });
 }
 
 // ---- Expected outputs ----
@@ -355,13 +370,16 @@ void add(std::vector<float> &sum, const std::vector<float> &row, float weight) {
   for (size_t h = 0; h < sum.size(); ++h) sum[h] = fmaf(row[h], weight, sum[h]);
 }
 
+// Ranks keep the tables of the two newest dispatches.
+bool has_table(const World &w, size_t which) { return which % w.ahead + 2 >= w.ahead; }
+
 bool reached_by_stores(const World &w, int from, int to) {
   return from == to || (!w.c.all_remote && from / w.c.peers == to / w.c.peers);
 }
 // Whether the experts' rank sums the rows of a rank's tokens.
 bool is_summed(const World &w, int at, int me, size_t which, bool second) {
   const Exchange &there = w.ranks[at].exchanges[which], &e = w.ranks[me].exchanges[which];
-  if (there.unreduced || there.how == 1) return false;
+  if (there.unreduced || there.how == 1 || !has_table(w, which)) return false;
   return (e.weighted && e.room) || ((second || !w.halves[at]) && w.lost < 0);
 }
 
@@ -424,7 +442,7 @@ void check_combine(World &w, int me, size_t which) {
 // one message for each pair of ranks, and not at all where every dispatch has brought them.
 void check_puts(const World &w, int me, size_t which) {
   const Exchange &mine = w.ranks[me].exchanges[which];
-  bool brought = true;
+  bool brought = has_table(w, which);
   for (const Exchange &e : w.ranks[me].exchanges) brought &= e.num_tokens == 0 || (e.weighted && e.room);
   for (int to = 0; to < w.c.ranks(); ++to) {
     int rows = 0;
@@ -438,7 +456,7 @@ void check_puts(const World &w, int me, size_t which) {
     const bool weights_known = mine.num_tokens == 0 || (mine.weighted && mine.room);
     if (w.lost >= 0 || !remote || brought)
       check("messages with weights", me, to, mine.messages[to], 0);
-    else if (!weights_known)
+    else if (!weights_known || !has_table(w, which))
       check("messages with weights", me, to, mine.messages[to], 1);
   }
 }
@@ -536,7 +554,23 @@ void plant(const World &w, Rank &r) {
 void add_steps(World &w, int me, int rounds, bool halves, bool overlap, bool wrong) {
   Rank &r = w.ranks[me];
   const uint32_t send = halves ? DK_PHASE_SEND : DK_PHASE_BOTH;
-  for (int i = 0; i < rounds; ++i) {
+  const auto dispatch = [&](size_t which) {
+    add_dispatch(w, me, which, send, which % 2);
+    if (halves) add_dispatch(w, me, which, DK_PHASE_RECV, which % 2);
+    host_step(r, [&w, me, which] { check_dispatch(w, me, which); });
+  };
+  const auto combine = [&](size_t which) {
+    host_step(r, [&w, me, which] { make_rows(w, me, which); });
+    add_combine(w, me, which, send, 2 + which % 2);
+    host_step(r, [&w, me, which] { check_puts(w, me, which); });
+    if (halves) add_combine(w, me, which, DK_PHASE_RECV, 2 + which % 2);
+    host_step(r, [&w, me, which] { check_combine(w, me, which); });
+  };
+  for (size_t first = 0; w.ahead > 1 && first < static_cast<size_t>(rounds); first += w.ahead) {
+    for (size_t i = 0; i < w.ahead; ++i) dispatch(first + i);
+    for (size_t i = 0; i < w.ahead; ++i) combine(first + i);
+  }
+  for (int i = 0; w.ahead == 1 && i < rounds; ++i) {
     const size_t which = static_cast<size_t>(i);
     if (which == w.back_from) add_return(w, me);
     if (w.misses(me, which)) continue;
@@ -592,6 +626,7 @@ void run_case(uint64_t seed) {
   const int rounds = 4;
   w.replayed = pick(0, 3) == 0;
   w.again = !overlap && pick(0, 2) == 0;
+  if (!overlap && !w.again && planted == Plant::none && pick(0, 2) == 0) w.ahead = pick(0, 2) == 0 ? 4 : 2;
   for (int me = 0; me < c.ranks(); ++me) w.halves.push_back(halves && (overlap || mixed == 0 || me % 2 == 0));
   const int style = planted != Plant::none ? 0 : pick(0, 2);  // all dispatches have weights, some, none
   for (int i = 0; i < rounds; ++i)
@@ -612,7 +647,8 @@ void run_case(uint64_t seed) {
     const Rank &r = w.ranks[from];
     if (r.on_put) r.on_put(to, static_cast<uint64_t>(static_cast<const uint8_t *>(word) - r.team.view.self));
   });
-  if (pick(0, 3) == 0 && !overlap) {  // with overlap, a combine of the last round would never be received
+  if (pick(0, 3) == 0 && !overlap &&
+      w.ahead == 1) {  // with overlap, a combine of the last round would never be received
     w.lost = pick(0, c.ranks() - 1);
     late = -1;  // it would be masked
     w.lost_from = static_cast<size_t>(pick(1, rounds - 1));
@@ -632,9 +668,10 @@ void run_case(uint64_t seed) {
   printf("case %llu: %d nodes of %d%s, %d local experts, hidden %d, top-%d, B %d%s%s%s%s: ok\n",
          static_cast<unsigned long long>(seed), c.nodes, c.peers, c.all_remote ? ", all remote" : "", c.local_experts,
          c.hidden, c.topk, c.tokens,
-         overlap  ? ", overlapping"
-         : halves ? ", halves"
-                  : "",
+         overlap       ? ", overlapping"
+         : w.ahead > 1 ? ", dispatches ahead"
+         : halves      ? ", halves"
+                       : "",
          w.lost < 0                                  ? ""
          : w.back_from < static_cast<size_t>(rounds) ? ", a rank is lost and comes back"
                                                      : ", a rank is lost",

@@ -369,9 +369,22 @@ def test_kernels_of_masks_with_a_routing_on_the_host(first: int) -> None:
 
 @pytest.mark.parametrize("first", range(1, 601 if os.environ.get("DEEPEP_TEST_FULL", "0") not in ("", "0") else 13, 12))
 def test_kernels_of_low_latency_on_the_host(first: int) -> None:
-    """Formats, halves, overlapping batches, zero copy, LogFMT; ranks run ahead as far as the kernels let them."""
+    """Formats, halves, overlapping batches, zero copy, LogFMT, sums with weights from dispatch or combine, late ranks.
+
+    Ranks run ahead as far as the kernels let them; rows are counted as they cross.
+    """
     code, text = run(OUT / "internode_low_latency_test", first, 12)
     assert code == 0 and text.count(": ok") == 12, text
+
+
+@pytest.mark.parametrize(
+    ("planted", "noticed"), [("planted-weight", "combined_x["), ("planted-rows", "rows that crossed[")]
+)
+@pytest.mark.parametrize("seed", [5, 13, 18])
+def test_wrong_sums_of_low_latency_are_noticed(planted: str, noticed: str, seed: int) -> None:
+    """A wrong weight in the table of a dispatch; tables that are lost, so that each expert's row crosses by itself."""
+    code, text = run(OUT / "internode_low_latency_test", planted, seed)
+    assert code == 1 and noticed in text, text
 
 
 def test_gpu_program_refuses_impossible_arguments() -> None:
