@@ -249,14 +249,6 @@ T atomicOr(T *at, std::type_identity_t<T> value) {
   return __atomic_fetch_or(at, value, __ATOMIC_SEQ_CST);
 }
 template <class T>
-T atomicMax(T *at, std::type_identity_t<T> value) {
-  T before = __atomic_load_n(at, __ATOMIC_ACQUIRE);
-  while (before < value &&
-         !__atomic_compare_exchange_n(at, &before, value, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE)) {
-  }
-  return before;
-}
-template <class T>
 T atomicExch(T *at, std::type_identity_t<T> value) {
   return __atomic_exchange_n(at, value, __ATOMIC_ACQ_REL);
 }
