@@ -862,9 +862,9 @@ typedef struct deepep_ll_combine_args {
   {sizeof(deepep_ll_combine_args), DEEPEP_SEND_RECV, 0, 0, 0, 0, 0, 0, 0, DEEPEP_INT64, NULL, NULL, NULL, NULL, NULL, \
    NULL, NULL}
 /* clang-format on */
-/* collective, launches. Streams, halves and ticket as in deepep_low_latency_dispatch. In a buffer with ll_copies a stream
- * of the buffer may read x, src_info and layout_range after the send half: until the receive half, in the order of its
- * stream, nothing writes to them. */
+/* collective, launches. Streams, halves and ticket as in deepep_low_latency_dispatch. In a buffer with ll_copies a
+ * stream of the buffer may read x, src_info and layout_range after the send half: until the receive half, in the order
+ * of its stream, nothing writes to them. */
 deepep_status_t deepep_low_latency_combine(deepep_buffer_t buffer, deepep_ll_combine_args *args,
                                            const deepep_call *call);
 

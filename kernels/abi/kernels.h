@@ -926,8 +926,8 @@ typedef struct dk_ll_combine_params {
   uint64_t combined_x; /* [out] [T,H] BF16 */
   uint64_t wait_stats; /* [inout] int64[R] += ns; 0: not wanted */
 } dk_ll_combine_params;
-/* With DK_TEAM_LL_COPY a stream of the team reads x, src_info and layout_range between the halves: they stay as they are
- * until the receive half, which waits for it, in the order of its stream. */
+/* With DK_TEAM_LL_COPY a stream of the team reads x, src_info and layout_range between the halves: they stay as they
+ * are until the receive half, which waits for it, in the order of its stream. */
 int32_t dk_ll_combine(dk_ll_combine_params *p);
 
 typedef struct dk_clean_params {
