@@ -45,7 +45,10 @@ run() {
 		verdict="FAILED ($?)"
 		failed=$((failed + 1))
 	}
-	echo "$verdict $name ($((SECONDS - start)) s): $(grep -E ' (passed|failed|error)|cases (passed|FAILED)' "$out/$name.log" | tail -n 1)" >>"$out/summary.txt"
+	local counts
+	counts=$(grep -E ' (passed|failed|error|skipped)|cases (passed|FAILED)' "$out/$name.log" | tail -n 1)
+	[[ $verdict != passed || $counts == *passed* ]] || verdict="NOTHING RAN"
+	echo "$verdict $name ($((SECONDS - start)) s): $counts" >>"$out/summary.txt"
 }
 
 # Through the plugin all kernels are loaded at the start, which takes torch long: one that torch loads while another kernel waits for a copy
