@@ -34,10 +34,9 @@ type order struct {
 // defaultStream is CUDA's, which nobody can destroy or capture. As long as calls come from no other stream, nothing has
 // to know where on it the newest one ended, and an event for each call takes the host as long as a third of its launch.
 // The first call from elsewhere waits for the stream's present end; after it the next recordsAfter calls have events.
-const (
-	defaultStream device.Stream = 0
-	recordsAfter                = 64
-)
+const defaultStream device.Stream = 0
+
+const recordsAfter = 64
 
 // place is where an operation runs.
 type place int

@@ -787,8 +787,8 @@ class Buffer:
             use_logfmt: rows cross the wire in LogFMT-10; on GPUs, as without it, the sums of a rank's rows for a token.
             zero_copy: the rows are in get_next_low_latency_combine_buffer(); x is ignored, and H is the handle's. Not
                 with use_logfmt.
-            async_finish, return_recv_hook: as in low_latency_dispatch. Where ll_transfer is "copy", nothing may write to
-                x and the handle's tensors before the hook is called.
+            async_finish, return_recv_hook: as in low_latency_dispatch. Where ll_transfer is "copy", nothing may write
+                to x and the handle's tensors before the hook is called.
             out: ``[T, H]`` BF16 to fill, or None.
             combine_wait_recv_cost_stats: ``[R]`` int64, += nanoseconds waited for each rank, or None.
             unreduced: every expert's row crosses the wire and is summed at the token's rank. Else a rank with a GPU may

@@ -2,10 +2,10 @@
 
     python ordering_program.py FOLDER STREAM
 
-STREAM is the address of the caller's stream, 0 the default one. FOLDER, which DEEPEP_KERNELS names, holds that library as libdeepep_cpu.so; its streams are queues as on a GPU. torch's
-streams are stand-ins. Prints a line of JSON for each call: what the kernel library was asked in which order, with each
-event by the record that it is of; what torch's stand-ins saw; and how often torch's allocator was not told of a stream
-that uses a tensor.
+STREAM is the address of the caller's stream, 0 the default one. FOLDER, which DEEPEP_KERNELS names, holds that
+library as libdeepep_cpu.so; its streams are queues as on a GPU. torch's streams are stand-ins. Prints a line of JSON
+for each call: what the kernel library was asked in which order, with each event by the record that it is of; what
+torch's stand-ins saw; and how often torch's allocator was not told of a stream that uses a tensor.
 """
 
 from __future__ import annotations
