@@ -43,6 +43,8 @@ $(OBJ)/nvshmem_build_id.h: FORCE
 
 # Its kernels have 640 threads, hence 96 registers a thread: what they call may not take more, which nvcc chooses by itself for each code.
 $(OBJ)/nvshmem/internode/normal.o: NVSHMEM_FLAGS += -maxrregcount=96
+# Likewise, of 512 threads.
+$(OBJ)/nvshmem/internode/low_latency.o: NVSHMEM_FLAGS += -maxrregcount=128
 
 $(NVSHMEM_OBJ): $(OBJ)/%.o: %.cu $(OBJ)/nvshmem.flags | $(CUDA_READY) $(NVSHMEM_READY) $(OBJ)/nvshmem_build_id.h need-cxx
 	@mkdir -p $(@D)

@@ -129,9 +129,10 @@ __device__ inline bool uses_stores(const TeamView &team, int rank) {
   return (team.flags & DK_TEAM_LL_TRANSPORT) == 0 && rank / team.num_nvl_peers == team.rank / team.num_nvl_peers;
 }
 
-// By a warp: writes the bytes to an offset in a rank's block, then the signal word.
-__device__ inline void deliver(const InternodeLlParams &p, int rank, uint64_t to, const uint8_t *from, uint32_t bytes,
-                               uint64_t word_at, uint64_t word) {
+// By a warp: writes the bytes to an offset in a rank's block, then the signal word. Not inlined: a caller would have to
+// spill what it holds in registers around each call of NVSHMEM's function.
+__device__ __noinline__ inline void deliver(const InternodeLlParams &p, int rank, uint64_t to, const uint8_t *from,
+                                            uint32_t bytes, uint64_t word_at, uint64_t word) {
   const TeamView &team = p.session.team;
   if (!uses_stores(team, rank)) {
     put_by_warp(team.self + to, from, bytes, reinterpret_cast<uint64_t *>(team.self + word_at), word, rank);

@@ -169,51 +169,54 @@ __device__ inline void read_sum(const InternodeLlCombineParams &c, uint64_t epoc
 
 // By a group: chunks first + thread, + kLlGroupThreads, ... of a sum; zeros past the end. Loads of several chunks and
 // rows are in flight together.
-constexpr int kPieceChunks = 4, kPieceStep = kPieceChunks * kLlGroupThreads;
-__device__ __forceinline__ void sum_piece(const SumList *list, int base, int chunks, uint4 (&out)[kPieceChunks]) {
+template <int kChunks>
+__device__ __forceinline__ void sum_piece(const SumList *list, int base, int chunks, uint4 (&out)[kChunks]) {
   constexpr int kRows = 2;
-  float sum[kPieceChunks][8] = {};
+  float sum[kChunks][8] = {};
 #pragma unroll 1
   for (int first = 0; first < list->count; first += kRows) {
-    uint4 data[kRows][kPieceChunks];
+    uint4 data[kRows][kChunks];
 #pragma unroll
     for (int n = 0; n < kRows; ++n) {
       if (first + n >= list->count) continue;
       const uint8_t *from = list->row[first + n] + 16 * base;
 #pragma unroll
-      for (int u = 0; u < kPieceChunks; ++u)
+      for (int u = 0; u < kChunks; ++u)
         if (base + u * kLlGroupThreads < chunks) data[n][u] = ptx::ld_stream(from + 16 * kLlGroupThreads * u);
     }
 #pragma unroll
     for (int n = 0; n < kRows; ++n) {
       if (first + n >= list->count) continue;
 #pragma unroll
-      for (int u = 0; u < kPieceChunks; ++u)
+      for (int u = 0; u < kChunks; ++u)
         if (base + u * kLlGroupThreads < chunks) add_weighted(sum[u], data[n][u], list->weight[first + n]);
     }
   }
 #pragma unroll
-  for (int u = 0; u < kPieceChunks; ++u) out[u] = round_bf16(sum[u]);
+  for (int u = 0; u < kChunks; ++u) out[u] = round_bf16(sum[u]);
 }
-__device__ __forceinline__ void store_piece(uint8_t *to, int base, int chunks, const uint4 (&data)[kPieceChunks]) {
+template <int kChunks>
+__device__ __forceinline__ void store_piece(uint8_t *to, int base, int chunks, const uint4 (&data)[kChunks]) {
 #pragma unroll
-  for (int u = 0; u < kPieceChunks; ++u)
+  for (int u = 0; u < kChunks; ++u)
     if (base + u * kLlGroupThreads < chunks) ptx::st_stream(to + 16 * (base + u * kLlGroupThreads), data[u]);
 }
 
 // By a group: chooses the blocks to be coded, sets list->coded.
-__device__ __forceinline__ void choose_piece(SumList *list, int base, int chunks, const uint4 (&data)[kPieceChunks]) {
+template <int kChunks>
+__device__ __forceinline__ void choose_piece(SumList *list, int base, int chunks, const uint4 (&data)[kChunks]) {
 #pragma unroll
-  for (int u = 0; u < kPieceChunks; ++u) {
+  for (int u = 0; u < kChunks; ++u) {
     const int chunk = base + u * kLlGroupThreads;
     const bool coded = is_log_coded(range_of_block(data[u]));
     if (coded && chunk < chunks && chunk % 16 == 0) atomicOr(&list->coded[chunk / 512], 1u << (chunk / 16 % 32));
   }
 }
+template <int kChunks>
 __device__ __forceinline__ void encode_piece(uint8_t *to, int base, int chunks, const uint4 &coded,
-                                             const uint4 (&data)[kPieceChunks]) {
+                                             const uint4 (&data)[kChunks]) {
 #pragma unroll
-  for (int u = 0; u < kPieceChunks; ++u) {
+  for (int u = 0; u < kChunks; ++u) {
     const int chunk = base + u * kLlGroupThreads, block = chunk / 16, part = chunk % 16;
     const BlockRange bits = range_of_block(data[u]);
     if (chunk >= chunks) continue;
@@ -225,39 +228,36 @@ __device__ __forceinline__ void encode_piece(uint8_t *to, int base, int chunks, 
   }
 }
 
-// By a group: writes a sum in LogFMT, or as it is where no block is coded. Returns its bytes. What a thread had in its
-// first pieces it keeps; of the longest rows it makes the rest again.
-__device__ inline uint32_t write_logfmt_sum(const InternodeLlParams &p, SumList *list, uint8_t *to, int group,
-                                            int thread, uint32_t &kind) {
-  constexpr int kHeld = 2;
+// Chunks that a thread has at a time: of BF16, and where codes are made, which takes more registers.
+constexpr int kPieceChunks = 4, kCodedChunks = 2;
+
+// By a group: writes a sum in LogFMT, or as it is where no block is coded. Returns its bytes. Which blocks are coded
+// must be known first, so the sum is made twice; where a token may have several rows here, the second time from
+// `scratch`.
+__device__ __noinline__ inline uint32_t write_logfmt_sum(const InternodeLlParams &p, SumList *list, uint8_t *to,
+                                                         uint8_t *scratch, int group, int thread, uint32_t &kind) {
   const int chunks = p.hidden / 8;
-  uint4 held[kHeld][kPieceChunks], data[kPieceChunks];
-#pragma unroll
-  for (int i = 0; i < kHeld; ++i) {
-    if (i * kPieceStep >= chunks) continue;
-    sum_piece(list, i * kPieceStep + thread, chunks, held[i]);
-    choose_piece(list, i * kPieceStep + thread, chunks, held[i]);
-  }
 #pragma unroll 1
-  for (int first = kHeld * kPieceStep; first < chunks; first += kPieceStep) {
+  for (int first = 0; first < chunks; first += kPieceChunks * kLlGroupThreads) {
+    uint4 data[kPieceChunks];
     sum_piece(list, first + thread, chunks, data);
     choose_piece(list, first + thread, chunks, data);
+    if (scratch != nullptr) store_piece(scratch, first + thread, chunks, data);
   }
   ptx::barrier_among<kLlGroupThreads>(1 + group);
   const uint4 coded{list->coded[0], list->coded[1], list->coded[2], list->coded[3]};
   const bool any = (coded.x | coded.y | coded.z | coded.w) != 0;
   kind = any ? kSumLogfmt : kSumPlain;
   if (any && thread == 0) ptx::st_stream(to, coded);
-#pragma unroll
-  for (int i = 0; i < kHeld; ++i) {
-    if (i * kPieceStep >= chunks) continue;
-    if (any)
-      encode_piece(to, i * kPieceStep + thread, chunks, coded, held[i]);
-    else
-      store_piece(to, i * kPieceStep + thread, chunks, held[i]);
+  if (scratch != nullptr && thread == 0) {
+    list->row[0] = scratch;
+    list->weight[0] = 1.0f;
+    list->count = 1;
   }
+  ptx::barrier_among<kLlGroupThreads>(1 + group);
 #pragma unroll 1
-  for (int first = kHeld * kPieceStep; first < chunks; first += kPieceStep) {
+  for (int first = 0; first < chunks; first += kCodedChunks * kLlGroupThreads) {
+    uint4 data[kCodedChunks];
     sum_piece(list, first + thread, chunks, data);
     if (any)
       encode_piece(to, first + thread, chunks, coded, data);
@@ -275,15 +275,15 @@ __device__ inline void send_sum(const InternodeLlParams &p, uint64_t epoch, int 
   const int expert = team.rank * p.num_local + list->lowest_expert, token = list->token, chunks = p.hidden / 8;
   const uint64_t at = expert_row_at(p, epoch, expert, token);
   const bool logfmt = (p.flags & DK_LL_LOGFMT) != 0;
-  uint8_t *to = !logfmt && uses_stores(team, dest)
-                    ? team.peers[dest] + at
-                    : mine_at(p, p.at.stage + static_cast<uint64_t>(place) * 2 * p.hidden);
+  uint8_t *stage = mine_at(p, p.at.stage + static_cast<uint64_t>(place) * 2 * p.hidden), *to = stage;
+  if (!logfmt && uses_stores(team, dest)) to = team.peers[dest] + at;
   uint32_t kind = kSumPlain, bytes = 2 * static_cast<uint32_t>(p.hidden);
-  if (logfmt) {
-    bytes = write_logfmt_sum(p, list, to, group, thread, kind);
+  if (logfmt) {  // the buffer has [L] times as many places
+    uint8_t *scratch = p.num_local > 1 ? stage + static_cast<uint64_t>(p.rows_per_expert()) * 2 * p.hidden : nullptr;
+    bytes = write_logfmt_sum(p, list, to, scratch, group, thread, kind);
   } else {
 #pragma unroll 1
-    for (int base = thread; base < chunks; base += kPieceStep) {
+    for (int base = thread; base < chunks; base += kPieceChunks * kLlGroupThreads) {
       uint4 out[kPieceChunks];
       sum_piece(list, base, chunks, out);
       store_piece(to, base, chunks, out);
