@@ -144,8 +144,8 @@ struct Message {
   bool there() const { return memcmp(from.data(), to.data(), bytes) == 0; }
 };
 
-// The host posts puts of any size and place, each followed by a signal, toward two PEs.
-void host_posts() {
+// The host posts puts of any size and place, each followed by a signal, toward two PEs. False: something was late.
+bool host_posts() {
   Rings rings;
   EXPECT(rings.start(3, kTiming) == 0);
   std::vector<Message> all(pick(1, 20));
@@ -189,12 +189,12 @@ void host_posts() {
       [] {});
   for (const Message &m : all) EXPECT(m.to[m.bytes + shift] == 0 && (shift == 0 || m.to[shift - 1] == 0));
   EXPECT(last >= first + sent * kByteNs + kLatencyNs);
-  EXPECT(last <= first + sent * kByteNs * 5 / 4 + kLatencyNs * 2 + all.size() * 8000);
   EXPECT(launched.control->running == 0 && launched.control->outside == 0);
+  return last <= first + sent * kByteNs * 5 / 4 + kLatencyNs * 2 + all.size() * 8000;
 }
 
-// What waits toward one PE does not keep another PE's from the port.
-void peers_share_the_port() {
+// What waits toward one PE does not keep another PE's from the port. False: something was late.
+bool peers_share_the_port() {
   Rings rings;
   EXPECT(rings.start(3, kTiming) == 0);
   std::vector<uint8_t> from(200000, 1), to(200000), more(8000);
@@ -216,9 +216,17 @@ void peers_share_the_port() {
         stop();
       },
       [] {});
-  EXPECT(alone_at >= first + kLatencyNs && alone_at < first + kLatencyNs * 3 / 2);
-  EXPECT(one_at < first + (more.size() + 5 * kChunk) * kByteNs + 2 * kLatencyNs && one_at < many_at);
+  EXPECT(alone_at >= first + kLatencyNs);
   EXPECT(many_at >= first + (from.size() + more.size()) * kByteNs + kLatencyNs);
+  return alone_at < first + kLatencyNs * 3 / 2 && one_at < many_at &&
+         one_at < first + (more.size() + 5 * kChunk) * kByteNs + 2 * kLatencyNs;
+}
+
+// What is late may be so because other processes have the cores, but not time and again.
+template <class F>
+void soon_in_time(F test) {
+  int tries = 20;
+  while (!test()) EXPECT(--tries > 0);
 }
 
 // Lanes of a kernel post by the addresses of their own heap, which has several parts; the host posts meanwhile.
@@ -335,8 +343,8 @@ int main(int argc, char **argv) {
     random_number.seed(seed);
     emulate::set_seed(seed);
     emulate::start_network({seed, false}, {});
-    host_posts();
-    peers_share_the_port();
+    soon_in_time(host_posts);
+    soon_in_time(peers_share_the_port);
     kernels_post();
     words_and_losses();
     emulate::stop_network();
