@@ -211,7 +211,7 @@ bool peers_share_the_port() {
           if (alone_at == 0 && __atomic_load_n(&alone, __ATOMIC_ACQUIRE) != 0) alone_at = emulate::now_ns();
           if (one_at == 0 && __atomic_load_n(&one, __ATOMIC_ACQUIRE) != 0) one_at = emulate::now_ns();
           if (many_at == 0 && __atomic_load_n(&many, __ATOMIC_ACQUIRE) != 0) many_at = emulate::now_ns();
-          return one_at != 0 && many_at != 0;
+          return alone_at != 0 && one_at != 0 && many_at != 0;
         });
         stop();
       },
