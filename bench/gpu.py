@@ -7,9 +7,10 @@
 Sections: startup (construction, first and steady call, first graph), lowlatency (kernels of a decoding step), hostcost
 (CPU time of its calls), normal (kernels of dispatch and combine), calls (what Python calls cost, beside torch's and
 NCCL's), dense (all tokens to all ranks by NCCL, beside dispatch and combine), and on request sms (the library's choice
-of SMs beside 20 and beside a sweep), overlap (a GEMM beside transfers, GEMMs between halves) and layer (forward and
-backward of a mixture-of-experts layer, eager and compiled, beside all_to_all_single). With --engine cpu the same
-program runs on CPU ranks, with the host's clock in place of the profiler: to try the program, not to measure.
+of SMs beside 20 and beside a sweep), overlap (a GEMM beside transfers, GEMMs between halves, a decoding step of two
+micro-batches) and layer (forward and backward of a mixture-of-experts layer, eager and compiled, beside
+all_to_all_single). With --engine cpu the same program runs on CPU ranks, with the host's clock in place of the
+profiler: to try the program, not to measure.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ import deep_ep
 from deep_ep import _abi, _lib
 from lib import (
     cuda_tables,
+    decode_step,
     document,
     hostcost,
     layer,
@@ -126,6 +128,7 @@ def run_rank(rank: int, options: argparse.Namespace, number: int, rendezvous: st
         take("lowlatency", lambda: low_latency_kernels.measure(team, decoding, options.calls))
         take("normal", lambda: normal_kernels.measure(team, normal, options.rounds))
         take("sms", lambda: sms.measure(team, options.hidden, options.rounds))
+        take("overlap", lambda: decode_step.measure(team, options.hidden, options.rounds), "decode")
         take("overlap", lambda: overlap.measure(team, options.hidden, options.rounds))
         take("layer", lambda: layer.measure(team, options.tokens, options.rounds))
     ranks.leave()

@@ -6,7 +6,7 @@ import argparse
 import math
 from typing import Any
 
-from lib import hostcost, layer, overlap, sms
+from lib import decode_step, hostcost, layer, overlap, sms
 from lib.tables import Table, duration, median, p99, ratio
 
 
@@ -28,6 +28,8 @@ def make(found: dict[str, Any], options: argparse.Namespace) -> list[Table]:
         tables.append(dense_table(found["dense"]))
     if "sms" in found:
         tables.append(sms.table(found["sms"], options.hidden, options.rounds))
+    if "decode" in found:
+        tables.append(decode_step.table(found["decode"], options.rounds))
     if "overlap" in found:
         tables += overlap.tables(found["overlap"], options.rounds)
     if "layer" in found:

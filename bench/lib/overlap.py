@@ -176,14 +176,19 @@ def _normal_case(team: Team, case: Case, rounds: int, by: str) -> list[dict[str,
     return found
 
 
-def _replayed(team: Team, meeting: Meeting, pattern: Call, rounds: int) -> float:
-    """Time in us of a pattern in a graph of several, by events around the replay."""
+def replayed(team: Team, meeting: Meeting, pattern: Call, rounds: int, after: Call = lambda: None) -> float:
+    """Time in us of a pattern in a graph of several, by events around the replay.
+
+    `after` issues what the last pattern has left.
+    """
     pattern()
+    after()
     graph = torch.cuda.CUDAGraph()
     team.finish()
     with torch.cuda.graph(graph):
         for _ in range(REPEATS):
             pattern()
+        after()
     own = []
     for number in range(2 + rounds):
         begin, end = _events()
@@ -209,21 +214,28 @@ def _repeated(call: Call, count: int) -> None:
         call()
 
 
-def _step(team: Team, case: Case, by: str) -> Step:
-    """Calls whose rows in halves cross by SMs, or by copy engines."""
-    os.environ["DEEPEP_LL_TRANSFER"] = by
+@contextmanager
+def rows_cross_by(transfer: str) -> Iterator[None]:
+    """Buffers that are made inside move the rows of low-latency halves by SMs ("sm"), or by copy engines ("copy")."""
+    os.environ["DEEPEP_LL_TRANSFER"] = transfer
     try:
-        step = Step(team, case)
+        yield
     finally:
         del os.environ["DEEPEP_LL_TRANSFER"]
-    if step.buffer.ll_transfer != by:
-        raise RuntimeError(f"rows of this buffer cross by {step.buffer.ll_transfer}, not by {by}")
-    return step
+
+
+def check_transfer(buffer: deep_ep.Buffer, transfer: str) -> None:
+    """Raises RuntimeError if a buffer does not do what rows_cross_by asked of it."""
+    if buffer.ll_transfer != transfer:
+        raise RuntimeError(f"rows of this buffer cross by {buffer.ll_transfer}, not by {transfer}")
 
 
 def _halves_case(team: Team, case: Case, rounds: int, by: str) -> list[dict[str, Any]]:
     """Times in us of low-latency halves with GEMMs between them, of the GEMMs, and of the halves, in graphs."""
-    step, found = _step(team, case, by), []
+    with rows_cross_by(by):
+        step = Step(team, case)
+    check_transfer(step.buffer, by)
+    found: list[dict[str, Any]] = []
     meeting, gemm = Meeting(team, step.buffer, cold=False), _gemm(team, HALVES_GEMM)
     halves: dict[str, Callable[[], Call]] = {
         "dispatch FP8": lambda: step.dispatch(return_recv_hook=True)[4],
@@ -234,11 +246,11 @@ def _halves_case(team: Team, case: Case, rounds: int, by: str) -> list[dict[str,
     }
     for name, send in halves.items():
         step.dispatch(weights=name == "combine, weights known")
-        own = _replayed(team, meeting, partial(_around, send, lambda: None), rounds)
+        own = replayed(team, meeting, partial(_around, send, lambda: None), rounds)
         for count in HALVES_GEMMS:
             gemms = partial(_repeated, gemm, count)
-            alone = _replayed(team, meeting, gemms, rounds)
-            both = _replayed(team, meeting, partial(_around, send, gemms), rounds)
+            alone = replayed(team, meeting, gemms, rounds)
+            both = replayed(team, meeting, partial(_around, send, gemms), rounds)
             entry = {"operation": name, "by": by, "tokens": case.tokens, "gemms": count}
             found.append(entry | {"gemm": alone, "halves": own, "both": both})
     team.barrier()
