@@ -113,7 +113,8 @@ func (s *faultSession) start(rank int) error {
 	}
 	p := &faultProcess{cmd: exec.Command(exe, "faults-rank"), events: make(chan faultEvent, 64)}
 	p.cmd.Env = append(os.Environ(), "DEEPEP_LOG=off", preinit)
-	p.cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
+	// A group of its own: where a shell ends that has started all this, the kernel continues what is stopped in its group.
+	p.cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL, Setpgid: true}
 	if p.in, err = p.cmd.StdinPipe(); err != nil {
 		return err
 	}
