@@ -55,6 +55,15 @@ def make_buffer(folder: str) -> Any:
     return buffer
 
 
+class Stream:
+    """Stands for a stream of torch's, and for an event that it has recorded."""
+
+    stream_id = device_index = device_type = 0
+
+    def wait(self, stream: object) -> None:
+        """Costs nothing."""
+
+
 def as_on_gpus(buffer: Any) -> None:
     """Has a buffer's calls follow the caller's stream, which is never captured. Torch's streams cost nothing."""
     import torch
@@ -62,9 +71,25 @@ def as_on_gpus(buffer: Any) -> None:
     from deep_ep import _torch
 
     torch.Tensor.record_stream = lambda self, stream: None  # type: ignore[method-assign,assignment]
-    buffer._core.host_stream = False
-    buffer._core.raw_stream = functools.partial(operator.index, STREAM)
+    core, current = buffer._core, Stream()
+    core.host_stream, core.comm_stream = False, Stream()
+    core.raw_stream = functools.partial(operator.index, STREAM)
     _torch.is_capturing = bool
+    _torch.stream_context = lambda stream: contextlib.nullcontext()  # type: ignore[assignment,misc]
+    _torch.torch_stream = lambda index: current
+    _torch.recorded_event = Stream
+    library = ctypes.CDLL(str(Path(os.environ["DEEPEP_KERNELS"], "libdeepep_cpu.so")))
+    guards = [ctypes.cast(one, ctypes.c_void_p).value for one in (library.fake_enter_stream, library.fake_leave_stream)]
+    addresses, objects = _torch.c_abi()
+    _torch.c_abi = lambda: ((*addresses[:-2], *guards), objects)
+
+
+def behind_event() -> dict[str, Any]:
+    """Options of an asynchronous call as training makes it: after an event, in the communication stream's memory."""
+    import deep_ep
+
+    event = deep_ep.EventOverlap(deep_ep.utils.EventHandle())
+    return {"previous_event": event, "async_finish": True, "allocate_on_comm_stream": True}
 
 
 def waited(call: Callable[..., Any], at: int = -1, **options: Any) -> Callable[[], None]:
@@ -138,6 +163,15 @@ def normal_cases_of(buffer: Any) -> dict[str, Callable[[], Any]]:
             functools.partial(buffer.dispatch, x, handle=handle), async_finish=True
         ),
         "combine, async": waited(functools.partial(buffer.combine, received, handle), async_finish=True),
+        "layout, behind an event": waited(
+            functools.partial(buffer.get_dispatch_layout, idx, EXPERTS), **behind_event()
+        ),
+        "dispatch, behind an event": waited(dispatch, **behind_event()),
+        "dispatch, num_worst_tokens, behind an event": waited(dispatch, num_worst_tokens=TOKENS, **behind_event()),
+        "dispatch, cached handle, behind an event": waited(
+            functools.partial(buffer.dispatch, x, handle=handle), **behind_event()
+        ),
+        "combine, behind an event": waited(functools.partial(buffer.combine, received, handle), **behind_event()),
     }
 
 

@@ -228,6 +228,24 @@ class Core:
 
     # ---- calls
 
+    def ordered(
+        self, previous_event: EventOverlap | None, async_finish: object, allocate_on_comm_stream: object
+    ) -> EventHandle | bool | None:
+        """How the compiled face orders a call.
+
+        Returns:
+            False: it is synchronous. CUDA engine: True: asynchronous, behind the caller's current stream; an event:
+            asynchronous, behind it. None: such calls, also wrong ones, are Python's.
+        """
+        if async_finish is False:
+            return False if previous_event is None and allocate_on_comm_stream is False else None
+        if async_finish is not True or self.host_stream:
+            return None
+        previous = None if previous_event is None else event_of(previous_event)
+        if previous is None:
+            return True if allocate_on_comm_stream is False else None
+        return previous if type(allocate_on_comm_stream) is bool else None
+
     def take_launch(self) -> Launch:
         """A launch of its own for each call; it may have the event of an earlier one."""
         try:
@@ -317,6 +335,19 @@ class Core:
             raise self.native.error(status)
         return stream
 
+    def behind(self, previous: EventHandle) -> tuple[int, int, tuple[Any, ...], int, int]:
+        """CUDA engine: where an asynchronous call goes that follows an event, for Site.start_behind.
+
+        Returns:
+            The stream and the previous_event of the library call; a tuple of torch's object of the caller's stream,
+            which uses the outputs; the communication stream, in whose memory they are; the device.
+        """
+        users, launch, own = (self.torch_current_stream(),), previous._launch, self.comm_stream_address
+        if launch is not None:
+            return self.raw_stream(), launch.event, users, own, self.ordinal
+        _torch.wait_for(previous._torch, self.comm_stream)  # the library knows no torch event
+        return own, 0, users, own, self.ordinal
+
     def record_on_comm_stream(self, tensors: Held) -> None:
         """CUDA engine: torch's allocator learns of tensors that the communication stream uses."""
         if self.native.alive:  # a buffer that was destroyed has ended its calls
@@ -353,7 +384,7 @@ class Ordering:
     ) -> None:
         self.core = core
         self.async_finish = check_flag("async_finish", async_finish)
-        self.previous = None if previous_event is None else _event_of(previous_event)
+        self.previous = None if previous_event is None else event_of(previous_event)
         assertion(
             not check_flag("allocate_on_comm_stream", allocate_on_comm_stream)
             or (self.previous is not None and async_finish),
@@ -542,7 +573,7 @@ def call_in_order(call: Callable[..., Any], order: Ordering | None, *args: Any) 
         return call(order, *args)
 
 
-def _event_of(previous_event: object) -> EventHandle | None:
+def event_of(previous_event: object) -> EventHandle | None:
     """The event of an EventOverlap, or of any object with such an attribute."""
     event = getattr(previous_event, "event", _ABSENT)
     if event is not None and not isinstance(event, EventHandle):

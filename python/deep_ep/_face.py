@@ -304,9 +304,10 @@ def _code(dtype: DType, device: _torch.Device) -> tuple[int, int, int]:
 class Site:
     """One kind of call of one buffer, and its plans."""
 
-    # Of the module. `issue` and `start` are for calls of one step on GPUs, whose plan has a shape with an EventOverlap:
-    # they take the caller's stream; `start` makes the call asynchronously, without a previous event or an Ordering.
-    __slots__ = ("call", "issue", "start", "_core", "_plans")
+    # Of the module. `issue`, `start` and `start_behind` are for calls on GPUs, and take the site's own numbers alone:
+    # `issue` makes a call behind the caller's stream. Where a call has one step and its plan a shape with an
+    # EventOverlap, `start` makes it asynchronously, and `start_behind` behind an EventHandle, its first argument.
+    __slots__ = ("call", "issue", "start", "start_behind", "_core", "_plans")
 
     def __init__(
         self,
@@ -338,7 +339,7 @@ class Site:
             handle, core.kept, self._plans, free, num_scalars, numbers, mask, ordinary, core, core.raw_stream,
             EventHandle, core.idle,
         )  # fmt: skip
-        self.call, self.issue, self.start = site.call, site.issue, site.start
+        self.call, self.issue, self.start, self.start_behind = site.call, site.issue, site.start, site.start_behind
 
     def run(self, launch: Launch | None, *args: Any, begun: bool = False, ends: bool = True) -> Any:
         """Makes the call, and waits for its end on the CPU engine.
@@ -357,7 +358,7 @@ class Site:
         """
         core = self._core
         if launch is None:
-            got = self.call(None, None, *args, core.raw_stream(), 0, 0, 0)
+            got = self.issue(*args)
             if type(got) is list:
                 raise _noted(core.native.error(got[0]), got)
             return got
@@ -377,6 +378,30 @@ class Site:
             raise
         if not begun and (ends or type(got) is not tuple):
             core.idle.append(launch)
+        return got
+
+    def run_ordered(self, ordered: EventHandle | bool, *args: Any) -> Any:
+        """Makes a call of one step, whose plan has a shape with an EventOverlap.
+
+        Args:
+            ordered: of Core.ordered.
+            args: of the site, without the numbers of call_struct.
+
+        Returns:
+            The results in their shape; else nothing was launched: the key of a plan that is missing, or None.
+
+        Raises:
+            DeepEPError: the library refused the call, or it failed.
+        """
+        core = self._core
+        if core.host_stream:
+            return self.run(core.take_launch_with_event(), *args)
+        if ordered is False:
+            got = self.issue(*args)
+        else:
+            got = self.start(*args) if ordered is True else self.start_behind(ordered, *args)
+        if type(got) is list:
+            raise core.native.error(got[0])
         return got
 
     def start_on_host(self, *args: Any) -> tuple[Any, EventHandle | None]:

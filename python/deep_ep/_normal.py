@@ -169,24 +169,22 @@ class NormalMode:
         core, missing = self._core, None
         if core.kept or not core.is_ready:
             core.enter()
-        face, order = self._face_for(previous_event, async_finish, allocate_on_comm_stream)
+        ordered = core.ordered(previous_event, async_finish, allocate_on_comm_stream)
+        face = self._opened_face()
+        if face is not None and ordered is not None and not core.host_stream:
+            missing = face.layout(ordered, topk_idx, num_experts)
+            if type(missing) is tuple:
+                return missing
         with _torch.without_modes():
-            if face is not None and not core.host_stream:
-                result = call_in_order(face.layout, order, topk_idx, num_experts)
-                if type(result) is tuple:
-                    return result
-                missing = result
             _torch.check("topk_idx", topk_idx, core.device, tuple(INDEX_TYPES), (None, None))
             num_experts = self._check_experts(num_experts)
             if core.host_stream:  # plain memory can be read here, before anything runs; a kernel could only fail
                 _torch.check_indices("topk_idx", topk_idx, num_experts)
-                if face is not None:
-                    result = call_in_order(face.layout, order, topk_idx, num_experts)
-                    if type(result) is tuple:
-                        return result
-                    missing = result
-            if order is None:
-                order = Ordering(core, previous_event, async_finish, allocate_on_comm_stream)
+                if face is not None and ordered is not None:
+                    missing = face.layout(ordered, topk_idx, num_experts)
+                    if type(missing) is tuple:
+                        return missing
+            order = Ordering(core, previous_event, async_finish, allocate_on_comm_stream)
             result = self._layout(topk_idx, num_experts, order)
             if face is not None and missing is not None:
                 face.add_layout(missing.key, topk_idx, num_experts)
@@ -246,16 +244,19 @@ class NormalMode:
         counts = num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert
         data: Any
         data, scales = x if type(x) is tuple and len(x) == 2 else (x, None)
-        face, order = self._face_for(previous_event, async_finish, allocate_on_comm_stream)
+        ordered, order = core.ordered(previous_event, async_finish, allocate_on_comm_stream), None
+        face = self._opened_face()
         native_config = self._config(config, 0, num_sms)
         with _torch.without_modes():
-            if face is not None and not global_expert_id_offset:
+            if face is not None and ordered is not None and not global_expert_id_offset:
                 where = ctypes.addressof(native_config)
                 if handle is None:
+                    if ordered is not False:
+                        order = Ordering(core, previous_event, True, allocate_on_comm_stream)
                     inputs = (data, scales, *counts, *topk)
                     missing = call_in_order(face.fresh, order, inputs, expert_alignment, num_worst_tokens, where)
                 elif topk_idx is None and topk_weights is None:
-                    missing = call_in_order(face.cached, order, data, scales, handle, where)
+                    missing = face.cached(ordered, data, scales, handle, where)
                 if type(missing) is tuple:
                     return missing
             if order is None:
@@ -426,16 +427,15 @@ class NormalMode:
         core, missing = self._core, None
         if core.kept or not core.is_ready:
             core.enter()
-        face, order = self._face_for(previous_event, async_finish, allocate_on_comm_stream)
+        ordered = core.ordered(previous_event, async_finish, allocate_on_comm_stream)
+        face = self._opened_face()
         native_config = self._config(config, 1, num_sms)
+        if face is not None and ordered is not None:
+            missing = face.combine(ordered, x, handle, topk_weights, bias, ctypes.addressof(native_config))
+            if type(missing) is tuple:
+                return missing
         with _torch.without_modes():
-            if face is not None:
-                where = ctypes.addressof(native_config)
-                missing = call_in_order(face.combine, order, x, handle, topk_weights, bias, where)
-                if type(missing) is tuple:
-                    return missing
-            if order is None:
-                order = Ordering(core, previous_event, async_finish, allocate_on_comm_stream)
+            order = Ordering(core, previous_event, async_finish, allocate_on_comm_stream)
             result = self._combine(x, handle, topk_weights, bias, native_config, order)
             if face is not None and missing is not None:
                 biases = bias if isinstance(bias, tuple) else (bias, None)
@@ -514,16 +514,6 @@ class NormalMode:
             args.x_scales, args.recv_x_scales = payload.scales.data_ptr(), _torch.address(received.scales)
             args.scale_token_stride, args.scale_stride = payload.scales.stride()
         return args
-
-    def _face_for(
-        self, previous_event: EventOverlap | None, async_finish: bool, allocate_on_comm_stream: bool
-    ) -> tuple[NormalFace | None, Ordering | None]:
-        """The compiled face, if it takes calls that are ordered so; the order of an asynchronous call on CUDA."""
-        if previous_event is None and async_finish is False and allocate_on_comm_stream is False:
-            return self._opened_face(), None
-        if async_finish is True and not self._core.host_stream:
-            return self._opened_face(), Ordering(self._core, previous_event, True, allocate_on_comm_stream)
-        return None, None
 
     def _opened_face(self) -> NormalFace | None:
         if self._face is None and self._has_face:

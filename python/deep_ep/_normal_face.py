@@ -12,11 +12,11 @@ from typing import Any
 
 from . import _abi, _face, _torch, errors
 from ._core import Core, Ordering
-from ._face import DATA, HANDLE, Program, Site, Source, address, constant, number, size, stride
+from ._face import DATA, HANDLE, Entry, Given, New, Program, Site, Source, address, constant, number, size, stride
 from ._memory import RowCache
 from ._native import Launch
 from ._torch import BF16, BOOL, FLOAT32, INDEX_TYPES, INT32, INT64, OptionalTensor, Tensor
-from .utils.event import no_event
+from .utils.event import EventHandle, EventOverlap, no_event
 
 # Attribute of a handle's matrix: the exchange of counts that it is from. A copy of the tensor has none: not compared.
 EXCHANGE = "_deep_ep_exchange"
@@ -66,14 +66,10 @@ class NormalFace:
 
     # ---- calls. They return the result of Buffer's method, or why there is none: nothing was launched then
 
-    def layout(self, order: Ordering | None, topk_idx: object, num_experts: object) -> Any:
+    def layout(self, ordered: EventHandle | bool, topk_idx: object, num_experts: object) -> Any:
         """Buffer.get_dispatch_layout, whose indices were looked at where that is possible."""
-        if order is not None:
-            got = self._layout.run_behind(order, topk_idx, num_experts)
-            return (*got, order.ended()) if type(got) is tuple else Missing.of(got)
-        launch = self._core.take_launch_with_event()
-        got = self._layout.run(launch, topk_idx, num_experts)
-        return (*got, no_event()) if type(got) is tuple else Missing.of(got)
+        got = self._layout.run_ordered(ordered, topk_idx, num_experts)
+        return got if type(got) is tuple else Missing.of(got)
 
     def fresh(
         self, order: Ordering | None, inputs: tuple[Any, ...], alignment: object, worst: object, config: int
@@ -173,42 +169,31 @@ class NormalFace:
         handle = (matrix, sent_to, received_from, source, inputs[IN_RANK], head)
         return recv_x if scales is None else (recv_x, scales), idx, weights, [], handle, event
 
-    def cached(self, order: Ordering | None, x: Any, scales: OptionalTensor, handle: Any, config: int) -> Any:
+    def cached(self, ordered: EventHandle | bool, x: Any, scales: OptionalTensor, handle: Any, config: int) -> Any:
         """Buffer.dispatch with a handle."""
         if type(handle) is not tuple or len(handle) != NUM_ENTRIES or type(x) is not Tensor or x.dim() != 2:
             return None
         matrix, _, _, source, _, head = handle
         if type(source) is not Tensor or source.dim() != 1:
             return None
-        given, segment, offset = self._rows_for(x, source.shape[0])
-        if order is not None:
-            order.made_on_comm(given)
+        given, segment, offset = self._rows_behind(ordered, x, source.shape[0])
         exchange = getattr(matrix, EXCHANGE, 0)
-        args = (x, scales, matrix, head, source, given, exchange, segment, offset, config)
-        if order is None:
-            got = self._cached.run(self._core.take_launch_with_event(), *args)
-        else:
-            got = self._cached.run_behind(order, *args)
-        if type(got) is not tuple:
-            return Missing.of(got, given)
-        recv_x = given if got[0] is None else got[0]
-        event = no_event() if order is None else order.ended()
-        return recv_x if scales is None else (recv_x, got[1]), None, None, None, None, event
+        got = self._cached.run_ordered(
+            ordered, x, scales, matrix, head, source, given, exchange, segment, offset, config
+        )
+        return got if type(got) is tuple else Missing.of(got, given)
 
     def combine(
-        self, order: Ordering | None, x: object, handle: Any, topk_weights: object, bias: Any, config: int
+        self, ordered: EventHandle | bool, x: object, handle: Any, topk_weights: object, bias: Any, config: int
     ) -> Any:
         """Buffer.combine."""
         if type(handle) is not tuple or len(handle) != NUM_ENTRIES:
             return None
         matrix, _, _, source, _, head = handle
         first, second = bias if type(bias) is tuple and len(bias) == 2 else (bias, None)
-        args = (x, topk_weights, first, second, matrix, head, source, getattr(matrix, EXCHANGE, 0), config)
-        if order is None:
-            got = self._combine.run(self._core.take_launch_with_event(), *args)
-            return (*got, no_event()) if type(got) is tuple else Missing.of(got)
-        got = self._combine.run_behind(order, *args)
-        return (*got, order.ended()) if type(got) is tuple else Missing.of(got)
+        exchange = getattr(matrix, EXCHANGE, 0)
+        got = self._combine.run_ordered(ordered, x, topk_weights, first, second, matrix, head, source, exchange, config)
+        return got if type(got) is tuple else Missing.of(got)
 
     # ---- their parts
 
@@ -234,6 +219,17 @@ class NormalFace:
         if core.host_stream and self._row_cache.serves(rows * x.shape[1] * x.itemsize):
             return self._row_cache.empty((rows, x.shape[1]), x.dtype), -1, 0
         return None, -1, 0
+
+    def _rows_behind(self, ordered: EventHandle | bool, x: Tensor, rows: int) -> tuple[OptionalTensor, int, int]:
+        """The same for a call that may follow an event: then in the communication stream's memory."""
+        core = self._core
+        if type(ordered) is bool or core.native.rows is None:
+            return self._rows_for(x, rows)
+        with _torch.stream_context(core.comm_stream):
+            found = self._rows_for(x, rows)
+        if found[0] is not None:
+            found[0].record_stream(core.torch_current_stream())
+        return found
 
     def _wait_counts(self, token: int, num_local_experts: int) -> tuple[int, list[int]]:
         native = self._core.native
@@ -264,6 +260,7 @@ class NormalFace:
             num_tokens_per_expert=per_expert, is_token_in_rank=in_rank,
         )  # fmt: skip
         p.call(self._lib.deepep_get_layout, args, _face.call_struct(p, constant(0), 0))
+        p.result((*(Entry(i) for i in range(4)), New(EventOverlap)))
         self._layout.add(key, p)
 
     def add_fresh(self, missing: Missing, inputs: tuple[OptionalTensor, ...], alignment: int, worst: int) -> None:
@@ -333,7 +330,7 @@ class NormalFace:
         self._worst.add(key, p)
 
     def add_cached(self, missing: Missing, x: Tensor, scales: OptionalTensor) -> None:
-        """Results: recv_x if none was given, and its scales."""
+        """Results: those of Buffer.dispatch."""
         if _torch.has_views(x):
             self._cached.add(missing.key, None)
             return
@@ -349,12 +346,14 @@ class NormalFace:
         args = self._dispatch_args(p, inputs, rows, handle, x_out, segment, offset)
         p.write(args, _abi.DispatchArgs, "cached", constant(1))
         p.call(self._lib.deepep_dispatch, args, _face.call_struct(p, config, 4))
+        received: Any = Entry(0) if missing.recv_x is None else Given(5)
+        p.result((received if scales is None else (received, Entry(1)), None, None, None, None, New(EventOverlap)))
         self._cached.add(missing.key, p)
 
     def add_combine(
         self, key: bytes, x: Tensor, topk_weights: OptionalTensor, biases: tuple[OptionalTensor, OptionalTensor]
     ) -> None:
-        """Results: combined_x and combined_topk_weights."""
+        """Results: those of Buffer.combine."""
         p = Program(self._core.device)
         tokens, rows, hidden = size(5, 0), size(6, 0), int(x.shape[1])
         p.same(size(0, 0), rows)
@@ -375,6 +374,7 @@ class NormalFace:
         p.write_at(first, address(2))
         p.write_at(first + 8, address(3))
         p.call(self._lib.deepep_combine, args, _face.call_struct(p, number(1), 2))
+        p.result((Entry(0), Entry(1), New(EventOverlap)))
         self._combine.add(key, p)
 
     # ---- parts of plans

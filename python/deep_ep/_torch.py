@@ -39,8 +39,9 @@ _C_ABI = (
     *("aoti_torch_get_storage_size", "aoti_torch_get_storage_offset", "aoti_torch_dtype_element_size"),
     *("aoti_torch_empty_strided", "aoti_torch__reinterpret_tensor", "aoti_torch_delete_tensor_object"),
 )
-_VIEWS = ("aoti_torch_cpu_view_dtype", "aoti_torch_cuda_view_dtype")  # a torch may lack these, and the next one
+_VIEWS = ("aoti_torch_cpu_view_dtype", "aoti_torch_cuda_view_dtype")  # a torch may lack these, and the next three
 _WRAP = "_Z16THPVariable_WrapRKN2at10TensorBaseE"  # an object for a tensor, by the name that C++ compilers give it
+_STREAMS = ("aoti_torch_create_cuda_stream_guard", "aoti_torch_delete_cuda_stream_guard")
 _C_ABI_SINCE = (2, 10)
 _current_raw_stream: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
@@ -62,8 +63,9 @@ def c_abi() -> tuple[tuple[int, ...], tuple[Any, ...]]:
         raise ImportError(f"torch {torch.__version__} is older than {_C_ABI_SINCE[0]}.{_C_ABI_SINCE[1]}")
     library = ctypes.CDLL(str(Path(torch.__file__).with_name("lib") / "libtorch_cpu.so"))
     addresses = [ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0 for name in _C_ABI]
-    files = "libtorch_cpu.so", "libtorch_cuda.so", "libtorch_python.so"
-    addresses += map(_address_of, files, (*_VIEWS, _WRAP))
+    cuda = "libtorch_cuda.so"
+    files = "libtorch_cpu.so", cuda, "libtorch_python.so", cuda, cuda
+    addresses += map(_address_of, files, (*_VIEWS, _WRAP, *_STREAMS))
     c = torch._C
     make_object = c._aoti.alloc_tensor_by_stealing_from_void_ptr
     modes = (c._len_torch_function_stack, c.DisableTorchFunction)

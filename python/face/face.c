@@ -21,7 +21,8 @@
 enum { kStrided = 0 }; /* of torch's layouts */
 enum { kMaxTensors = 16, kMaxDims = 8, kMaxOutputs = 12, kMaxKey = 1024, kMaxBlob = 2048, kMaxNumbers = 12 };
 
-typedef void *Tensor; /* AtenTensorHandle: points to an at::Tensor, which is one pointer, to its implementation */
+typedef void *Tensor;      /* AtenTensorHandle: points to an at::Tensor, which is one pointer, to its implementation */
+typedef void *StreamGuard; /* CUDAStreamGuardHandle */
 typedef deepep_status_t (*EnterFn)(deepep_buffer_t buffer, void *a, void *b, void *c);
 
 /* ---- What Python hands in */
@@ -45,11 +46,14 @@ static struct {
   int32_t (*view_on_cpu)(Tensor, int32_t, Tensor *);
   int32_t (*view_on_cuda)(Tensor, int32_t, Tensor *);
   PyObject *(*wrap)(Tensor); /* of libtorch_python: an object for one more holder of the tensor; may be missing */
+  /* make a CUDA stream current, and what was so before; may be missing */
+  int32_t (*enter_stream)(void *, int32_t, StreamGuard *);
+  int32_t (*leave_stream)(StreamGuard);
 } torch;
 
 static PyObject *tensor_type, *wrap, *num_modes, *without_modes, *in_inference, *inference_guard; /* of torch */
 static PyObject *name_cdata, *name_enter, *name_exit, *name_record_stream, *name_is_ready, *name_enter_core, *name_run,
-    *name_refuse, *name_event, *name_new_launch;
+    *name_refuse, *name_event, *name_new_launch, *name_behind;
 /* The attributes of an EventHandle, in the order in which `start` sets them. */
 static const char *const handle_attributes[] = {"_core", "_launch", "_home", "_users", "_stream", "_torch"};
 enum { kHandleAttributes = 6 };
@@ -744,12 +748,15 @@ static PyObject *site_call(PyObject *self, PyObject *const *args, Py_ssize_t num
   return answer(site, args[0], args[1], &given, NULL);
 }
 
-/* A call that the caller's stream orders, which is the first of the site's numbers: event, is_async and previous_event
- * follow. The buffer is entered before, if it is not ready or keeps tensors of calls. NULL: Python's error is set. */
-static PyObject *begin(const Site *site, PyObject *const *args, Py_ssize_t num_args, Given *given) {
+/* Of call_struct in deep_ep/_face.py, behind a site's own numbers. */
+enum { kStream = 0, kEvent = 1, kIsAsync = 2, kPrevious = 3, kOfCall = 4 };
+
+/* Numbers of a call that the caller's stream orders: the site's own, the last arguments, then the stream and zeros. The
+ * buffer is entered before, if it is not ready or keeps tensors of calls. The stream; NULL: Python's error is set. */
+static PyObject *begin(const Site *site, PyObject *const *args, Py_ssize_t num_args, Given *given, int64_t **of_call) {
   PyObject *ready, *stream;
-  int i, is_ready;
-  if (num_args != site->num_tensors + site->num_scalars || site->num_numbers != 4) {
+  int first = site->num_tensors + site->num_scalars, own = site->num_numbers - kOfCall, i, is_ready;
+  if (own < 0 || num_args != first + own) {
     PyErr_SetString(PyExc_TypeError, "Site: not the arguments that it was made for");
     return NULL;
   }
@@ -763,30 +770,30 @@ static PyObject *begin(const Site *site, PyObject *const *args, Py_ssize_t num_a
   }
   if ((stream = PyObject_CallNoArgs(site->raw_stream)) == NULL) return NULL;
   given->objects = args;
-  given->numbers[0] = (int64_t)PyLong_AsUnsignedLongLongMask(stream);
-  for (i = 1; i < site->num_numbers; i++) given->numbers[i] = 0;
+  for (i = 0; i < own; i++) given->numbers[i] = (int64_t)PyLong_AsUnsignedLongLongMask(args[first + i]);
+  *of_call = given->numbers + own;
+  (*of_call)[kStream] = (int64_t)PyLong_AsUnsignedLongLongMask(stream);
+  (*of_call)[kEvent] = (*of_call)[kIsAsync] = (*of_call)[kPrevious] = 0;
   if (PyErr_Occurred()) Py_CLEAR(stream);
   return stream;
 }
 
-/* issue(tensors..., scalars...): `call` of a call that the caller's stream alone orders. */
+/* issue(tensors..., scalars..., numbers...): `call` of a call that the caller's stream alone orders. */
 static PyObject *site_issue(PyObject *self, PyObject *const *args, Py_ssize_t num_args) {
   Given given;
-  PyObject *stream = begin((Site *)self, args, num_args, &given);
+  int64_t *of_call;
+  PyObject *stream = begin((Site *)self, args, num_args, &given, &of_call);
   if (stream == NULL) return NULL;
   Py_DECREF(stream);
   return answer((Site *)self, Py_None, Py_None, &given, NULL);
 }
 
-/* start(tensors..., scalars...): the same asynchronously; the event is in the new object of the plan's shape. */
-static PyObject *site_start(PyObject *self, PyObject *const *args, Py_ssize_t num_args) {
-  Site *site = (Site *)self;
-  Given given;
-  PyObject *stream = begin(site, args, num_args, &given), *launch = NULL, *event, *result = NULL;
+/* A launch for an asynchronous call, and its event. NULL: Python's error is set. */
+static PyObject *take_launch(const Site *site, int64_t *event) {
+  PyObject *launch = NULL, *number;
   Py_ssize_t idle;
   int turn;
-  if (stream == NULL) return NULL;
-  for (turn = 0; turn < 2 && given.numbers[1] == 0 && !PyErr_Occurred(); turn++) {
+  for (*event = 0, turn = 0; turn < 2 && *event == 0; turn++) {
     Py_CLEAR(launch);
     if (turn == 0 && (idle = PyList_Size(site->idle)) > 0) {
       launch = PyList_GetItem(site->idle, idle - 1);
@@ -795,14 +802,66 @@ static PyObject *site_start(PyObject *self, PyObject *const *args, Py_ssize_t nu
     } else { /* there is none, or one without an event */
       launch = PyObject_CallMethodObjArgs(site->core, name_new_launch, NULL);
     }
-    if (launch == NULL || (event = PyObject_GetAttr(launch, name_event)) == NULL) break;
-    given.numbers[1] = (int64_t)PyLong_AsUnsignedLongLongMask(event);
-    Py_DECREF(event);
+    if (launch == NULL || (number = PyObject_GetAttr(launch, name_event)) == NULL) break;
+    *event = (int64_t)PyLong_AsUnsignedLongLongMask(number);
+    Py_DECREF(number);
+    if (PyErr_Occurred()) break;
   }
-  given.numbers[2] = 1;
-  if (!PyErr_Occurred()) result = answer(site, launch, Py_None, &given, stream);
+  if (PyErr_Occurred()) Py_CLEAR(launch);
+  return launch;
+}
+
+/* Makes a call with a launch, which is idle again if nothing was launched. `streams`: those that use its outputs. */
+static PyObject *answer_later(const Site *site, PyObject *streams, Given *given, int64_t *of_call, PyObject *stream) {
+  PyObject *launch = take_launch(site, &of_call[kEvent]), *result;
+  if (launch == NULL) return NULL;
+  of_call[kIsAsync] = 1;
+  result = answer(site, launch, streams, given, stream);
   if (result != NULL && !PyTuple_Check(result) && PyList_Append(site->idle, launch) != 0) Py_CLEAR(result);
-  Py_XDECREF(launch);
+  Py_DECREF(launch);
+  return result;
+}
+
+/* start(tensors..., scalars..., numbers...): the same asynchronously; the event is in the new object of the plan's
+ * shape. */
+static PyObject *site_start(PyObject *self, PyObject *const *args, Py_ssize_t num_args) {
+  Given given;
+  int64_t *of_call;
+  PyObject *stream = begin((Site *)self, args, num_args, &given, &of_call), *result;
+  if (stream == NULL) return NULL;
+  result = answer_later((Site *)self, Py_None, &given, of_call, stream);
+  Py_DECREF(stream);
+  return result;
+}
+
+/* start_behind(previous, tensors..., scalars..., numbers...): the same after an EventHandle, with outputs in the
+ * communication stream's memory. None where this torch has no guard of streams. */
+static PyObject *site_start_behind(PyObject *self, PyObject *const *args, Py_ssize_t num_args) {
+  const Site *site = (Site *)self;
+  Given given;
+  int64_t *of_call;
+  StreamGuard guard = NULL;
+  PyObject *stream, *behind, *result = NULL;
+  if (torch.enter_stream == NULL || torch.leave_stream == NULL || num_args < 1) Py_RETURN_NONE;
+  if ((stream = begin(site, args + 1, num_args - 1, &given, &of_call)) == NULL) return NULL;
+  /* (stream, previous_event, streams that use the outputs, communication stream, device) */
+  behind = PyObject_CallMethodObjArgs(site->core, name_behind, args[0], NULL);
+  if (behind != NULL && PyTuple_Check(behind) && PyTuple_Size(behind) == 5) {
+    void *communication = (void *)(uintptr_t)PyLong_AsUnsignedLongLongMask(PyTuple_GetItem(behind, 3));
+    int32_t device = (int32_t)PyLong_AsLong(PyTuple_GetItem(behind, 4));
+    of_call[kStream] = (int64_t)PyLong_AsUnsignedLongLongMask(PyTuple_GetItem(behind, 0));
+    of_call[kPrevious] = (int64_t)PyLong_AsUnsignedLongLongMask(PyTuple_GetItem(behind, 1));
+    if (!PyErr_Occurred() && torch.enter_stream(communication, device, &guard) == 0) {
+      PyObject *type, *value, *trace;
+      result = answer_later(site, PyTuple_GetItem(behind, 2), &given, of_call, stream);
+      PyErr_Fetch(&type, &value, &trace);
+      torch.leave_stream(guard);
+      PyErr_Restore(type, value, trace);
+    } else if (!PyErr_Occurred()) {
+      result = nothing();
+    }
+  }
+  Py_XDECREF(behind);
   Py_DECREF(stream);
   return result;
 }
@@ -1080,10 +1139,12 @@ static PyObject *start(PyObject *module, PyObject *args) {
   Py_RETURN_NONE;
 }
 
-static PyMethodDef site_methods[] = {{"call", (PyCFunction)(void (*)(void))site_call, METH_FASTCALL, NULL},
-                                     {"issue", (PyCFunction)(void (*)(void))site_issue, METH_FASTCALL, NULL},
-                                     {"start", (PyCFunction)(void (*)(void))site_start, METH_FASTCALL, NULL},
-                                     {NULL, NULL, 0, NULL}};
+static PyMethodDef site_methods[] = {
+    {"call", (PyCFunction)(void (*)(void))site_call, METH_FASTCALL, NULL},
+    {"issue", (PyCFunction)(void (*)(void))site_issue, METH_FASTCALL, NULL},
+    {"start", (PyCFunction)(void (*)(void))site_start, METH_FASTCALL, NULL},
+    {"start_behind", (PyCFunction)(void (*)(void))site_start_behind, METH_FASTCALL, NULL},
+    {NULL, NULL, 0, NULL}};
 static PyType_Slot site_slots[] = {{Py_tp_new, site_new},           {Py_tp_dealloc, site_free},
                                    {Py_tp_traverse, site_traverse}, {Py_tp_clear, site_clear},
                                    {Py_tp_methods, site_methods},   {0, NULL}};
@@ -1122,11 +1183,12 @@ PyMODINIT_FUNC PyInit_deepep_torch(void) {
   name_refuse = PyUnicode_InternFromString("refuse");
   name_event = PyUnicode_InternFromString("event");
   name_new_launch = PyUnicode_InternFromString("launch_with_event");
+  name_behind = PyUnicode_InternFromString("behind");
   for (i = 0; i < kHandleAttributes; i++)
     if ((handle_names[i] = PyUnicode_InternFromString(handle_attributes[i])) == NULL) return NULL;
   if (module == NULL || type == NULL || hook_type == NULL || name_cdata == NULL || name_enter == NULL ||
       name_exit == NULL || name_record_stream == NULL || name_is_ready == NULL || name_enter_core == NULL ||
-      name_run == NULL || name_refuse == NULL || name_event == NULL || name_new_launch == NULL ||
+      name_run == NULL || name_refuse == NULL || name_event == NULL || name_new_launch == NULL || name_behind == NULL ||
       PyModule_AddObject(module, "Site", type) != 0 ||
       PyModule_AddIntConstant(module, "version",
                               DEEPEP_VERSION_MAJOR * 10000 + DEEPEP_VERSION_MINOR * 100 + DEEPEP_VERSION_PATCH) != 0)

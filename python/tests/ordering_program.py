@@ -72,15 +72,44 @@ def count_taken() -> list[int]:
     """A 1 for each step of an asynchronous call that follows a plan, from now on."""
     from deep_ep import _face
 
-    taken, run_behind = [], _face.Site.run_behind
+    taken: list[int] = []
 
-    def counted(*args: Any, **options: Any) -> Any:
-        got = run_behind(*args, **options)
-        taken.append(int(type(got) is tuple))
-        return got
+    def counted(run: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            got = run(*args, **options)
+            taken.append(int(type(got) is tuple))
+            return got
 
-    _face.Site.run_behind = counted  # type: ignore[method-assign]
+        return call
+
+    for name in ("run_behind", "run_ordered"):
+        setattr(_face.Site, name, counted(getattr(_face.Site, name)))
     return taken
+
+
+@ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p, ctypes.c_int32, ctypes.POINTER(ctypes.c_void_p))
+def enter_stream(stream: int, device: int, guard: Any) -> int:
+    """Stands for torch's guard of a stream, which is the communication stream."""
+    seen.append(f"in {COMM}")
+    guard[0] = 1
+    return 0
+
+
+@ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p)
+def leave_stream(guard: int) -> int:
+    """Stands for the end of such a guard."""
+    return 0
+
+
+def with_guards(c_abi: Callable[[], Any]) -> Callable[[], Any]:
+    """What the compiled face asks of torch, with these two in place of torch's."""
+
+    def found() -> Any:
+        addresses, objects = c_abi()
+        stand_ins = (ctypes.cast(one, ctypes.c_void_p).value for one in (enter_stream, leave_stream))
+        return (*addresses[:-2], *stand_ins), objects
+
+    return found
 
 
 def storages(value: Any) -> set[int]:
@@ -308,6 +337,7 @@ def main(folder: str) -> None:
     recorder, taken = Recorder(), count_taken()
     _torch.is_capturing = bool
     _torch.stream_context = lambda stream: stream
+    _torch.c_abi = with_guards(_torch.c_abi)
     torch.Tensor.record_stream = lambda self, to: told.add((self.untyped_storage().data_ptr(), to.name))  # type: ignore
     x, idx = torch.zeros(16, 512, dtype=torch.bfloat16), torch.zeros(16, 8, dtype=torch.int64)
     weights, rows = torch.ones(16, 8), (torch.zeros(16, 512, dtype=torch.float8_e4m3fn), torch.ones(16, 4))

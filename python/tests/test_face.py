@@ -642,7 +642,7 @@ def test_a_torch_that_lacks_some_functions(tmp_path):
         (
             "import torch",
             "from deep_ep import _face, _torch",
-            "_torch._WRAP, _torch._VIEWS = 'not there', ('no', 'no')",
+            "_torch._WRAP, _torch._VIEWS, _torch._STREAMS = 'not there', ('no', 'no'), ('no', 'no')",
             "from deep_ep import Bootstrap, Buffer",
             "buffer = Buffer(None, 1 << 20, engine='cpu', bootstrap=Bootstrap.file(0, 1, folder))",
             "idx = torch.arange(8).view(4, 2)",
@@ -727,18 +727,26 @@ def test_functions_of_torch_are_what_the_module_takes_them_for(tmp_path):
     fields = re.findall(r"(\w+) \(\*\w+\)\(([^;]*)\);", body)
     from deep_ep import _torch
 
-    names = (*_torch._C_ABI, *_torch._VIEWS)
+    names = (*_torch._C_ABI, *_torch._VIEWS, *_torch._STREAMS)
     assert len(fields) == len(names)
     shim = "torch/csrc/inductor/aoti_torch"
     headers = [f"{shim}/c/shim.h", *(f"{shim}/generated/c_shim_{device}.h" for device in ("cpu", "cuda"))]
     lines = [*(f"#include <{header}>" for header in headers), "using Tensor = AtenTensorHandle;"]
+    lines.append("using StreamGuard = CUDAStreamGuardHandle;")
     lines.append("namespace at { class TensorBase; }")
     lines.append("PyObject *THPVariable_Wrap(const at::TensorBase &);")
     for (result, arguments), name in zip(fields, names, strict=True):
         lines.append(f'static_assert(std::is_same<decltype(&{name}), {result} (*)({arguments})>::value, "");')
     (tmp_path / "check.cpp").write_text("#include <Python.h>\n#include <type_traits>\n" + "\n".join(lines) + "\n")
     include = Path(torch.__file__).parent / "include"
-    command = ["g++", "-std=c++17", "-fsyntax-only", f"-I{include}", f"-I{sysconfig.get_paths()['include']}"]
+    command = [
+        "g++",
+        "-std=c++17",
+        "-fsyntax-only",
+        "-DUSE_CUDA",
+        f"-I{include}",
+        f"-I{sysconfig.get_paths()['include']}",
+    ]
     done = subprocess.run([*command, str(tmp_path / "check.cpp")], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 

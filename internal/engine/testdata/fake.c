@@ -43,6 +43,13 @@ int32_t fake_quiet(int *on) {
   quiet = *on;
   return 0;
 }
+/* Stand for torch's guard of a stream. */
+int32_t fake_enter_stream(void *stream, int32_t device, void **guard) {
+  (void)device;
+  *guard = stream;
+  return 0;
+}
+int32_t fake_leave_stream(void *guard) { return guard == NULL; }
 static dk_status *status, *before; /* of the newest team, and of the one before it */
 /* A graph of the team before runs a call. */
 int32_t fake_replay(void *unused) {
