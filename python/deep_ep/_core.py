@@ -20,6 +20,10 @@ from .utils import EventHandle, EventOverlap
 
 _ABSENT = object()
 Held = tuple[OptionalTensor, ...]  # what a call reads and writes
+# How the compiled face orders a call. False: it is synchronous. On CUDA, True: asynchronous; a tuple: asynchronous,
+# with outputs in the communication stream's memory, behind an event, or (None) behind the caller's current stream.
+Ordered = bool | tuple[EventHandle | None]
+Placed = tuple[OptionalTensor, int, int]  # recv_x, or None if the compiled face makes it; its segment, its offset there
 
 
 class Core:
@@ -230,13 +234,8 @@ class Core:
 
     def ordered(
         self, previous_event: EventOverlap | None, async_finish: object, allocate_on_comm_stream: object
-    ) -> EventHandle | bool | None:
-        """How the compiled face orders a call.
-
-        Returns:
-            False: it is synchronous. CUDA engine: True: asynchronous, behind the caller's current stream; an event:
-            asynchronous, behind it. None: such calls, also wrong ones, are Python's.
-        """
+    ) -> Ordered | None:
+        """How the compiled face orders a call of V1; None: such calls, also wrong ones, are Python's."""
         if async_finish is False:
             return False if previous_event is None and allocate_on_comm_stream is False else None
         if async_finish is not True or self.host_stream:
@@ -244,7 +243,17 @@ class Core:
         previous = None if previous_event is None else event_of(previous_event)
         if previous is None:
             return True if allocate_on_comm_stream is False else None
-        return previous if type(allocate_on_comm_stream) is bool else None
+        return (previous,) if type(allocate_on_comm_stream) is bool else None
+
+    def rows_behind(self, ordered: Ordered, rows_for: Callable[[Any, int], Placed], x: Any, rows: int) -> Placed:
+        """`rows_for(x, rows)`, in the communication stream's memory where the call's outputs are."""
+        if type(ordered) is bool or self.native.rows is None:
+            return rows_for(x, rows)
+        with _torch.stream_context(self.comm_stream):
+            found = rows_for(x, rows)
+        if found[0] is not None:
+            found[0].record_stream(self.torch_current_stream())
+        return found
 
     def take_launch(self) -> Launch:
         """A launch of its own for each call; it may have the event of an earlier one."""
@@ -335,16 +344,20 @@ class Core:
             raise self.native.error(status)
         return stream
 
-    def behind(self, previous: EventHandle) -> tuple[int, int, tuple[Any, ...], int, int]:
-        """CUDA engine: where an asynchronous call goes that follows an event, for Site.start_behind.
+    def behind(self, previous: EventHandle | None) -> tuple[int, int, tuple[Any, ...], int, int]:
+        """CUDA engine: where an asynchronous call goes that follows an event, or (None) the caller's current stream.
+
+        For Site.start_behind.
 
         Returns:
             The stream and the previous_event of the library call; a tuple of torch's object of the caller's stream,
             which uses the outputs; the communication stream, in whose memory they are; the device.
         """
-        users, launch, own = (self.torch_current_stream(),), previous._launch, self.comm_stream_address
-        if launch is not None:
-            return self.raw_stream(), launch.event, users, own, self.ordinal
+        users, own = (self.torch_current_stream(),), self.comm_stream_address
+        if previous is None:
+            return self.raw_stream(), 0, users, own, self.ordinal
+        if previous._launch is not None:
+            return self.raw_stream(), previous._launch.event, users, own, self.ordinal
         _torch.wait_for(previous._torch, self.comm_stream)  # the library knows no torch event
         return own, 0, users, own, self.ordinal
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from . import _abi, _torch
-from ._core import Core, Ordering
+from ._core import Core, Ordering, Placed
 from ._normal import NormalMode
 from ._normal_face import EXCHANGE
 from ._structs import Writer
@@ -562,7 +562,7 @@ class ElasticMode:
         """deepep_config; on the CPU engine the number of SMs means nothing."""
         return self._normal._config(None, kind, 0 if self._core.host_stream else num_sms)
 
-    def rows_for(self, x: Tensor, rows: int) -> tuple[OptionalTensor, int, int]:
+    def rows_for(self, x: Tensor, rows: int) -> Placed:
         """recv_x where torch's allocator alone will not do, and the segment and the offset there of its rows."""
         core, cache = self._core, self._normal._row_cache
         pool = core.native.rows

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from . import _abi, _face, _torch, errors
-from ._core import Core, Ordering
+from ._core import Core, Ordered, Ordering
 from ._elastic import TENSORS, Combined, Dispatched, ElasticMode, EPHandle, Order, Sending, Shape, scale_column
-from ._face import DATA, HANDLE, Program, Site, Source, address, constant, number, size, stride
+from ._face import DATA, HANDLE, Entry, Given, New, Program, Site, Source, address, constant, number, size, stride
 from ._native import Launch
 from ._normal_face import EXCHANGE, POLL_NS, Missing
 from ._torch import BF16, FLOAT32, INDEX_TYPES, INT32, OptionalTensor, Tensor
@@ -195,7 +195,7 @@ class ElasticFace:
 
     def again(
         self,
-        order: Order | None,
+        ordered: Ordered,
         x: Any,
         scales: Any,
         topk_weights: Any,
@@ -216,26 +216,16 @@ class ElasticFace:
         if type(rows) is not int or not 0 <= rows <= MOST_ROWS:
             return None
         held = _of_handle(handle)
-        given, segment, offset = self._mode.rows_for(x, rows)
-        if order is not None:
-            order.made_on_comm(given)
-        args = (
-            x, scales, topk_weights, given, *held, expand, *chosen, rows,
+        given, segment, offset = self._core.rows_behind(ordered, self._mode.rows_for, x, rows)
+        got = self._again.run_ordered(
+            ordered, x, scales, topk_weights, given, *held, expand, *chosen, rows,
             getattr(handle.token_metadata_at_forward, EXCHANGE, 0), segment, offset, scale_column(rows),
         )  # fmt: skip
-        if order is None:
-            got = self._again.run(self._core.take_launch_with_event(), *args)
-        else:
-            got = self._again.run_behind(order, *args)
-        if type(got) is not tuple:
-            return Missing.of(got, given)
-        recv_x: Any = given if got[0] is None else got[0]
-        event = no_event() if order is None else order.ended()
-        return self._received(handle, chosen[-1], rows, event, recv_x, *got[1:])
+        return self._received(handle, chosen[-1], rows, *got) if type(got) is tuple else Missing.of(got, given)
 
     def combine(
         self,
-        order: Order | None,
+        ordered: Ordered,
         x: Any,
         handle: EPHandle,
         topk_weights: Any,
@@ -247,12 +237,8 @@ class ElasticFace:
         first, second = bias if type(bias) is tuple and len(bias) == 2 else (bias, None)
         held = _of_handle(handle)
         exchange = getattr(handle.token_metadata_at_forward, EXCHANGE, 0)
-        args = (x, topk_weights, first, second, *held, num_sms, num_qps, exchange)
-        if order is None:
-            got = self._combine.run(self._core.take_launch_with_event(), *args)
-            return (*got, no_event()) if type(got) is tuple else Missing.of(got)
-        got = self._combine.run_behind(order, *args)
-        return (*got, order.ended()) if type(got) is tuple else Missing.of(got)
+        got = self._combine.run_ordered(ordered, x, topk_weights, first, second, *held, num_sms, num_qps, exchange)
+        return got if type(got) is tuple else Missing.of(got)
 
     # ---- their parts
 
@@ -372,6 +358,8 @@ class ElasticFace:
         p.write(args, _abi.DispatchArgs, "cached", constant(1))
         config = constant(ctypes.addressof(kind.config))
         p.call(self._lib.deepep_dispatch, args, _face.call_struct(p, config, 5))
+        received = Entry(0) if missing.recv_x is None else Given(given)
+        p.result((New(EventOverlap), received, *(Entry(i) for i in range(1, 4))))
         self._again.add(missing.key, p)
 
     def add_combine(
@@ -419,6 +407,7 @@ class ElasticFace:
         p.write_at(bias_at + 8, address(3))
         chosen = constant(ctypes.addressof(config))
         p.call(self._lib.deepep_combine, place, _face.call_struct(p, chosen, 1))
+        p.result((Entry(0), Entry(1), New(EventOverlap)))
         self._combine.add(missing.key, p)
 
     # ---- parts of plans

@@ -306,7 +306,7 @@ class Site:
 
     # Of the module. `issue`, `start` and `start_behind` are for calls on GPUs, and take the site's own numbers alone:
     # `issue` makes a call behind the caller's stream. Where a call has one step and its plan a shape with an
-    # EventOverlap, `start` makes it asynchronously, and `start_behind` behind an EventHandle, its first argument.
+    # EventOverlap, `start` makes it asynchronously, `start_behind` behind an EventHandle or None, its first argument.
     __slots__ = ("call", "issue", "start", "start_behind", "_core", "_plans")
 
     def __init__(
@@ -380,11 +380,11 @@ class Site:
             core.idle.append(launch)
         return got
 
-    def run_ordered(self, ordered: EventHandle | bool, *args: Any) -> Any:
+    def run_ordered(self, ordered: bool | tuple[EventHandle | None], *args: Any) -> Any:
         """Makes a call of one step, whose plan has a shape with an EventOverlap.
 
         Args:
-            ordered: of Core.ordered.
+            ordered: as _core has it.
             args: of the site, without the numbers of call_struct.
 
         Returns:
@@ -396,10 +396,10 @@ class Site:
         core = self._core
         if core.host_stream:
             return self.run(core.take_launch_with_event(), *args)
-        if ordered is False:
-            got = self.issue(*args)
+        if type(ordered) is tuple:
+            got = self.start_behind(*ordered, *args)
         else:
-            got = self.start(*args) if ordered is True else self.start_behind(ordered, *args)
+            got = self.start(*args) if ordered else self.issue(*args)
         if type(got) is list:
             raise core.native.error(got[0])
         return got

@@ -11,12 +11,12 @@ import ctypes
 from typing import Any
 
 from . import _abi, _face, _torch, errors
-from ._core import Core, Ordering
+from ._core import Core, Ordered, Ordering, Placed
 from ._face import DATA, HANDLE, Entry, Given, New, Program, Site, Source, address, constant, number, size, stride
 from ._memory import RowCache
 from ._native import Launch
 from ._torch import BF16, BOOL, FLOAT32, INDEX_TYPES, INT32, INT64, OptionalTensor, Tensor
-from .utils.event import EventHandle, EventOverlap, no_event
+from .utils.event import EventOverlap, no_event
 
 # Attribute of a handle's matrix: the exchange of counts that it is from. A copy of the tensor has none: not compared.
 EXCHANGE = "_deep_ep_exchange"
@@ -66,7 +66,7 @@ class NormalFace:
 
     # ---- calls. They return the result of Buffer's method, or why there is none: nothing was launched then
 
-    def layout(self, ordered: EventHandle | bool, topk_idx: object, num_experts: object) -> Any:
+    def layout(self, ordered: Ordered, topk_idx: object, num_experts: object) -> Any:
         """Buffer.get_dispatch_layout, whose indices were looked at where that is possible."""
         got = self._layout.run_ordered(ordered, topk_idx, num_experts)
         return got if type(got) is tuple else Missing.of(got)
@@ -169,23 +169,21 @@ class NormalFace:
         handle = (matrix, sent_to, received_from, source, inputs[IN_RANK], head)
         return recv_x if scales is None else (recv_x, scales), idx, weights, [], handle, event
 
-    def cached(self, ordered: EventHandle | bool, x: Any, scales: OptionalTensor, handle: Any, config: int) -> Any:
+    def cached(self, ordered: Ordered, x: Any, scales: OptionalTensor, handle: Any, config: int) -> Any:
         """Buffer.dispatch with a handle."""
         if type(handle) is not tuple or len(handle) != NUM_ENTRIES or type(x) is not Tensor or x.dim() != 2:
             return None
         matrix, _, _, source, _, head = handle
         if type(source) is not Tensor or source.dim() != 1:
             return None
-        given, segment, offset = self._rows_behind(ordered, x, source.shape[0])
+        given, segment, offset = self._core.rows_behind(ordered, self._rows_for, x, source.shape[0])
         exchange = getattr(matrix, EXCHANGE, 0)
         got = self._cached.run_ordered(
             ordered, x, scales, matrix, head, source, given, exchange, segment, offset, config
         )
         return got if type(got) is tuple else Missing.of(got, given)
 
-    def combine(
-        self, ordered: EventHandle | bool, x: object, handle: Any, topk_weights: object, bias: Any, config: int
-    ) -> Any:
+    def combine(self, ordered: Ordered, x: object, handle: Any, topk_weights: object, bias: Any, config: int) -> Any:
         """Buffer.combine."""
         if type(handle) is not tuple or len(handle) != NUM_ENTRIES:
             return None
@@ -207,7 +205,7 @@ class NormalFace:
                 order.launch = launch
         order.cancel(token, error)
 
-    def _rows_for(self, x: Tensor, rows: int) -> tuple[OptionalTensor, int, int]:
+    def _rows_for(self, x: Tensor, rows: int) -> Placed:
         """recv_x where it is not the module that allocates it, and the segment and the offset there of its rows."""
         core = self._core
         pool = core.native.rows
@@ -219,17 +217,6 @@ class NormalFace:
         if core.host_stream and self._row_cache.serves(rows * x.shape[1] * x.itemsize):
             return self._row_cache.empty((rows, x.shape[1]), x.dtype), -1, 0
         return None, -1, 0
-
-    def _rows_behind(self, ordered: EventHandle | bool, x: Tensor, rows: int) -> tuple[OptionalTensor, int, int]:
-        """The same for a call that may follow an event: then in the communication stream's memory."""
-        core = self._core
-        if type(ordered) is bool or core.native.rows is None:
-            return self._rows_for(x, rows)
-        with _torch.stream_context(core.comm_stream):
-            found = self._rows_for(x, rows)
-        if found[0] is not None:
-            found[0].record_stream(core.torch_current_stream())
-        return found
 
     def _wait_counts(self, token: int, num_local_experts: int) -> tuple[int, list[int]]:
         native = self._core.native

@@ -8,7 +8,7 @@ from typing import Any
 
 from . import _elastic_sizes, _names, _torch, errors
 from ._absent import AGRS, ENGRAM, PP, BufferBase, absent
-from ._core import call_in_order
+from ._core import Ordered, call_in_order
 from ._elastic import (
     MAX_ALIGNMENT,
     Combined,
@@ -23,6 +23,7 @@ from ._elastic import (
     Shape,
     avoids_record_stream,
     check_beside_handle,
+    event_of,
 )
 from ._elastic_face import ElasticFace, Kind
 from ._face import MAX_PLANS
@@ -553,17 +554,19 @@ class ElasticBuffer(BufferBase):
         key, missing, kind = None, None, None
         data: Any
         data, scales = x if type(x) is tuple and len(x) == 2 else (x, None)
-        face, order = self._face_for(previous_event, before_epilogue, is_async, on_comm)
+        face, ordered, order = *self._face_for(previous_event, before_epilogue, is_async, on_comm), None
         numbers = num_experts, num_max_tokens, alignment, num_sms, num_qps, copies_topk, cpu_sync, padding, columns
         if face is None:
             pass
         elif handle is not None:
             if type(handle) is EPHandle and topk_idx is None and stats is None:
-                missing = call_in_order(face.again, order, data, scales, topk_weights, handle, expand, *numbers)
+                missing = face.again(ordered, data, scales, topk_weights, handle, expand, *numbers)
         else:
             key = _key(topk_idx, expand, *numbers)
             kind = None if key is None else self._kinds.get(key)
             if kind is not None and (kind.worst or self._core.host_stream or not _torch.is_capturing()):
+                if ordered is not False:
+                    order = Order(self._core, previous_event, True, on_comm)
                 missing = call_in_order(face.fresh, order, (data, scales, topk_idx, topk_weights, stats), kind)
         if type(missing) is tuple:
             return missing
@@ -586,15 +589,18 @@ class ElasticBuffer(BufferBase):
 
     def _face_for(
         self, previous_event: Event, before_epilogue: Event, is_async: bool, on_comm: bool
-    ) -> tuple[ElasticFace | None, Order | None]:
-        """The compiled face, if it takes calls that are ordered so; the order of an asynchronous call on CUDA."""
+    ) -> tuple[ElasticFace | None, Ordered]:
+        """The compiled face, if it takes calls that are ordered so, and how it orders this one."""
         if before_epilogue is not None:
-            return None, None
-        if previous_event is None and is_async is False and on_comm is False:
-            return self._opened_face(), None
-        if is_async is True and not self._core.host_stream and not avoids_record_stream():
-            return self._opened_face(), Order(self._core, previous_event, True, on_comm)
-        return None, None
+            return None, False
+        if is_async is False:
+            return (self._opened_face() if previous_event is None and on_comm is False else None), False
+        if is_async is not True or self._core.host_stream or avoids_record_stream():
+            return None, False
+        previous = event_of("previous_event", previous_event)
+        if on_comm is True:
+            return self._opened_face(), (previous,)
+        return (self._opened_face() if previous is None and on_comm is False else None), True
 
     def _opened_face(self) -> ElasticFace | None:
         """The compiled face; None where there is none, and in the communication stream, which Order refuses."""
@@ -690,15 +696,14 @@ class ElasticBuffer(BufferBase):
     ) -> Combined:
         self._enter()
         missing = None
-        face, order = self._face_for(previous_event, before_epilogue, is_async, on_comm)
+        face, ordered = self._face_for(previous_event, before_epilogue, is_async, on_comm)
         if face is not None and type(handle) is EPHandle:
-            missing = call_in_order(face.combine, order, x, handle, topk_weights, bias, num_sms, num_qps)
+            missing = face.combine(ordered, x, handle, topk_weights, bias, num_sms, num_qps)
             if type(missing) is tuple:
                 return missing
         self._mode.check_handle(handle)
         given, _ = self._resolve_sms(num_sms, num_qps, int(handle.topk_idx.shape[1]), handle)
-        if order is None:
-            order = Order(self._core, previous_event, is_async, on_comm)
+        order = Order(self._core, previous_event, is_async, on_comm)
         order.wait_too(before_epilogue)
         result = self._mode.combine(x, handle, topk_weights, bias, given, order)
         if face is not None and isinstance(missing, Missing):

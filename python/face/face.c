@@ -834,8 +834,8 @@ static PyObject *site_start(PyObject *self, PyObject *const *args, Py_ssize_t nu
   return result;
 }
 
-/* start_behind(previous, tensors..., scalars..., numbers...): the same after an EventHandle, with outputs in the
- * communication stream's memory. None where this torch has no guard of streams. */
+/* start_behind(previous, tensors..., scalars..., numbers...): the same after an EventHandle or, None, the caller's
+ * stream, with outputs in the communication stream's memory. None where this torch has no guard of streams. */
 static PyObject *site_start_behind(PyObject *self, PyObject *const *args, Py_ssize_t num_args) {
   const Site *site = (Site *)self;
   Given given;
