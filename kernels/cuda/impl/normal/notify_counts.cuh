@@ -7,14 +7,33 @@ namespace deepep {
 
 constexpr int kNotifyThreads = 512;
 
+// Of a warp: the sum of the values up to this lane's.
+template <class T>
+__device__ inline T inclusive_sum(T sum) {
+  for (int step = 1; step < kWarp; step *= 2) {
+    const T other = __shfl_up_sync(kAllLanes, sum, step);
+    if (lane_id() >= step) sum += other;
+  }
+  return sum;
+}
+
+// By a warp: f(i, the sum of the rows of ranks 0 .. i), where rows(i) is what rank i sends; all ranks' loads are in
+// flight together. Returns the sum of all.
+template <class Rows, class F>
+__device__ inline int sum_over_ranks(int num_ranks, Rows rows, F f) {
+  int before = 0;
+  for (int base = 0; base < num_ranks; base += kWarp) {
+    const int i = base + lane_id(), sum = before + inclusive_sum(i < num_ranks ? rows(i) : 0);
+    if (i < num_ranks) f(i, sum);
+    before = __shfl_sync(kAllLanes, sum, kWarp - 1);
+  }
+  return before;
+}
+
 // Exclusive sum over the block's threads; the sum of all is left in total.
 __device__ inline int block_prefix(int value, int &total) {
   __shared__ int warps[kNotifyThreads / kWarp];
-  int sum = value;
-  for (int step = 1; step < kWarp; step *= 2) {
-    const int other = __shfl_up_sync(kAllLanes, sum, step);
-    if (lane_id() >= step) sum += other;
-  }
+  const int sum = inclusive_sum(value);
   __syncthreads();
   if (lane_id() == kWarp - 1) warps[warp_id()] = sum;
   __syncthreads();
@@ -58,33 +77,36 @@ __device__ inline void number_rows(const NotifyParams &p, int to) {
   wrong.seen = given;
 }
 
-// counts(i): the counts that rank i sent; limit(i): how many rows it has room for; without(i): it takes no part.
+// counts(i): the counts that rank i sent; limit(i): how many rows it has room for; without(i): it takes no part. A warp
+// for each rank, from the last one on, beside those that sum the experts'.
 template <class Counts, class Limit, class Without>
 __device__ inline void sum_matrix(const NotifyParams &p, Counts counts, Limit limit, Without without) {
   const Session &s = p.session;
-  const int num_ranks = s.team.num_ranks;
-  for (int j = threadIdx.x; j < num_ranks; j += kNotifyThreads) {
-    int sum = 0, from_node = 0;
-    for (int i = 0; i < num_ranks; ++i) {
-      const int rows = without(i) || without(j) ? 0 : static_cast<int>(counts(i)[j]);
-      sum += rows;
-      from_node += i / s.team.num_nvl_peers == s.team.rank / s.team.num_nvl_peers ? rows : 0;
-      p.rank_prefix_matrix()[i * num_ranks + j] = sum;
-    }
+  const int num_ranks = s.team.num_ranks, node = s.team.rank / s.team.num_nvl_peers;
+  constexpr int kWarps = kNotifyThreads / kWarp;
+  for (int j = kWarps - 1 - warp_id(); j < num_ranks; j += kWarps) {
+    const auto rows = [&](int i) { return without(i) || without(j) ? 0 : static_cast<int>(counts(i)[j]); };
+    const int sum = sum_over_ranks(num_ranks, rows, [&](int i, int rows_before_next) {
+      p.rank_prefix_matrix()[i * num_ranks + j] = rows_before_next;
+    });
     const int max_rows = without(j) ? -1 : limit(j);
-    if (max_rows >= 0 && sum > max_rows)  // on every rank: none goes on
+    if (max_rows >= 0 && sum > max_rows && lane_id() == 0)  // on every rank: none goes on
       report_refusal(s, kVoid, DK_EINVAL, j, DK_FIELD_WORST_TOKENS, max_rows, sum);
-    if (j == s.team.rank && p.counts() != nullptr) {
-      p.counts()->num_recv_tokens = sum;
-      p.counts()->num_recv_nodes_tokens = sum - from_node;
-    }
+    if (j != s.team.rank || p.counts() == nullptr) continue;
+    const int from_node = sum_over_ranks(
+        num_ranks, [&](int i) { return i / s.team.num_nvl_peers == node ? rows(i) : 0; }, [](int, int) {});
+    if (lane_id() != 0) continue;
+    p.counts()->num_recv_tokens = sum;
+    p.counts()->num_recv_nodes_tokens = sum - from_node;
   }
   const int local = p.num_experts / num_ranks;
   for (int e = threadIdx.x; p.counts() != nullptr && e < local; e += kNotifyThreads) {
     int sum = 0;
+#pragma unroll 8
     for (int i = 0; i < num_ranks; ++i) sum += without(i) ? 0 : static_cast<int>(counts(i)[num_ranks + e]);
     p.counts()->per_expert[e] = ceil_div(sum, p.expert_alignment) * p.expert_alignment;
   }
+  __syncthreads();  // the first thread looks for refusals next
 }
 
 // By one block: leaves the matrix for copies of later dispatches.

@@ -145,10 +145,10 @@ __device__ inline int64_t await_blocks(const RoutedNotifyParams &p, int64_t wron
     spin_in_block([&] { return ptx::ld_acquire_gpu(&scratch->routed_blocks) == gridDim.x; });
   }
   __syncthreads();
-  wrong = -1;
-  for (int b = static_cast<int>(gridDim.x) - 1; b >= 0; --b)
-    if (scratch->routed_wrong[b] >= 0) wrong = scratch->routed_wrong[b];
-  return wrong;
+  static_assert(kRoutedBlocks <= kWarp, "a lane for each block");
+  wrong = lane_id() < static_cast<int>(gridDim.x) ? scratch->routed_wrong[lane_id()] : -1;
+  const uint32_t seen = __ballot_sync(kAllLanes, wrong >= 0);
+  return seen == 0 ? -1 : __shfl_sync(kAllLanes, wrong, __ffs(static_cast<int>(seen)) - 1);
 }
 
 // Whole block: what the blocks before it have counted; block 0 hands the sums of all to store(at, sum), `at` being the
@@ -159,9 +159,9 @@ __device__ inline void sum_blocks(const RoutedNotifyParams &p, const RoutingCoun
   for (int i = threadIdx.x; i < counts.stride; i += blockDim.x) {
     const bool is_expert = i < p.num_experts;
     int before = 0, sum = 0;
-#pragma unroll 8
-    for (int b = 0; b < static_cast<int>(gridDim.x); ++b) {
-      const int count = team.scratch->routed_counts[b][i];
+#pragma unroll
+    for (int b = 0; b < kRoutedBlocks; ++b) {
+      const int count = b < static_cast<int>(gridDim.x) ? team.scratch->routed_counts[b][i] : 0;
       if (b < static_cast<int>(blockIdx.x)) before += count;
       sum += count;
     }
@@ -199,35 +199,38 @@ struct NodeMessages {
   }
 };
 
-// A thread for each rank: its rows from each rank, and whether it has room for them. False: it does not. Every block
-// finds out; block 0 writes and reports it, here and below.
+// A warp for each rank, from the last one on: its rows from each rank, and whether it has room for them. False: it does
+// not. Every block finds out; block 0 writes and reports it, here and below.
 template <bool kShrinks, class Messages>
 __device__ inline bool sum_ranks(const RoutedNotifyParams &p, const Messages &messages) {
   const Session &s = p.session;
-  const int num_ranks = s.team.num_ranks;
+  const int num_ranks = s.team.num_ranks, warps = static_cast<int>(blockDim.x) / kWarp;
   const bool reports = blockIdx.x == 0;
   bool good = true;
-  for (int j = threadIdx.x; j < num_ranks; j += blockDim.x) {
+  for (int j = warps - 1 - warp_id(); j < num_ranks; j += warps) {
     const bool without = is_out<kShrinks>(s, j);
     const HandshakeMessage *from = messages.handshake(j);
-    if (!without && from->segment_offset != static_cast<uint64_t>(p.expert_alignment)) {
-      if (reports)
-        report_failure(s, DK_EMISMATCH, j, DK_FIELD_ALIGNMENT, p.expert_alignment,
-                       static_cast<int64_t>(from->segment_offset), 0);
+    const auto alignment = static_cast<int64_t>(from->segment_offset);
+    const int limit = from->row_limit;
+    const int sum = sum_over_ranks(
+        num_ranks,
+        [&](int i) { return without || is_out<kShrinks>(s, i) ? 0 : static_cast<int>(messages.counts(i)[j]); },
+        [&](int i, int rows) {
+          if (!reports) return;
+          p.rank_prefix_matrix()[i * num_ranks + j] = rows;
+          if (j == s.team.rank && i < p.num_psums()) p.psum_per_rank()[i] = rows;
+        });
+    const bool writes = reports && lane_id() == 0;
+    if (!without && alignment != p.expert_alignment) {
+      if (writes) report_failure(s, DK_EMISMATCH, j, DK_FIELD_ALIGNMENT, p.expert_alignment, alignment, 0);
       good = false;
     }
-    int sum = 0;
-    for (int i = 0; i < num_ranks; ++i) {
-      if (!without && !is_out<kShrinks>(s, i)) sum += static_cast<int>(messages.counts(i)[j]);
-      if (reports) p.rank_prefix_matrix()[i * num_ranks + j] = sum;
-      if (reports && j == s.team.rank && i < p.num_psums()) p.psum_per_rank()[i] = sum;
-    }
-    if (reports && j == s.team.rank && p.counts() != nullptr) {
+    if (writes && j == s.team.rank && p.counts() != nullptr) {
       p.counts()->num_recv_tokens = sum;
       p.counts()->num_recv_nodes_tokens = 0;
     }
-    if (without || from->row_limit < 0 || sum <= from->row_limit) continue;
-    if (reports) report_refusal(s, kVoid, DK_EINVAL, j, DK_FIELD_WORST_TOKENS, from->row_limit, sum);
+    if (without || limit < 0 || sum <= limit) continue;
+    if (writes) report_refusal(s, kVoid, DK_EINVAL, j, DK_FIELD_WORST_TOKENS, limit, sum);
     good = false;
   }
   return good;
@@ -251,11 +254,7 @@ __device__ inline bool place_experts(const RoutedNotifyParams &p, const RoutingC
       const bool mine = e < local;
       const int total = mine ? counts.total[expert] : 0;
       const int64_t rows = ceil_div<int64_t>(total, p.expert_alignment) * p.expert_alignment;
-      int64_t sum = rows;
-      for (int step = 1; step < kWarp; step *= 2) {
-        const int64_t other = __shfl_up_sync(kAllLanes, sum, step);
-        if (lane_id() >= step) sum += other;
-      }
+      const int64_t sum = inclusive_sum(rows);
       const int64_t first = start + sum - rows;
       if (mine) counts.first[expert] = without ? kNoRow : counts.first[expert] + static_cast<int>(first);
       if (mine && r == s.team.rank && blockIdx.x == 0) {
@@ -286,6 +285,7 @@ __device__ inline bool sum_routing(const RoutedNotifyParams &p, const RoutingCou
     if (is_without(s, r)) counts.ranks[r] = kNoRow;
   for (int e = threadIdx.x; e < p.num_experts; e += blockDim.x) {
     int sum = 0, before = 0;
+#pragma unroll 8
     for (int i = 0; i < num_ranks; ++i) {
       if (i == s.team.rank) before = sum;
       if (!is_out<kShrinks>(s, i)) sum += static_cast<int>(messages.counts(i)[num_ranks + e]);
