@@ -361,6 +361,22 @@ class Core:
         _torch.wait_for(previous._torch, self.comm_stream)  # the library knows no torch event
         return own, 0, users, own, self.ordinal
 
+    def leave(self, launch: Launch, stream: int | None = None) -> None:
+        """CUDA engine: an operation was cut short: its tensors are kept until what was launched has ended.
+
+        The library's last error is another one afterwards.
+
+        Args:
+            launch: of the tensors.
+            stream: where it was launched; None: on the communication stream.
+        """
+        try:
+            launch.create_event(self.native)
+            self.native.record_event(launch.event, self.comm_stream_address if stream is None else stream)
+        except errors.DeepEPError:
+            return  # they are kept until destroy()
+        launch.left = True
+
     def record_on_comm_stream(self, tensors: Held) -> None:
         """CUDA engine: torch's allocator learns of tensors that the communication stream uses."""
         if self.native.alive:  # a buffer that was destroyed has ended its calls
@@ -472,13 +488,9 @@ class Ordering:
             return  # another call may have the launch by now
         core, launch = self.core, self.launch
         if not core.host_stream and launch in core.kept:  # the end of the first call: nothing recorded an event there
-            try:
-                launch.create_event(core.native)
-                on_comm = self.async_finish or self.on_comm
-                core.native.record_event(launch.event, core.comm_stream_address if on_comm else self.stream or 0)
-            except errors.DeepEPError:
-                return  # they are kept until destroy()
-        launch.left = True
+            core.leave(launch, None if self.async_finish or self.on_comm else self.stream or 0)
+        else:
+            launch.left = True
 
     def _call(self, config: Any, last: bool) -> Any:
         """The deepep_call of the next library call; `last`: its end is the end of the whole operation."""

@@ -81,8 +81,6 @@ class ElasticFace:
         if order is not None and order.on_comm and kind.copies_topk:
             return None  # the caller's stream need not have the indices yet
         self._core.open_rows()
-        if kind.worst:
-            return self._worst_case(inputs, kind, order)
         core, token = self._core, 0
         launch = core.take_launch_with_event() if order is None else order.launch
         given = (*inputs, *kind.scalars, kind.copies_topk, ctypes.addressof(kind.config))
@@ -144,25 +142,28 @@ class ElasticFace:
             _torch.like(inputs[X], max(1, rows), inputs[X].shape[1])  # torch's own error, where memory is short
         raise errors.DeepEPError(errors.INTERNAL, "the compiled face does not take the second step of a dispatch")
 
-    def _worst_case(self, inputs: Inputs, kind: Kind, order: Order | None) -> Dispatched | Missing | None:
+    def worst(self, ordered: Ordered, inputs: Inputs, kind: Kind) -> Dispatched | Missing | None:
+        """The same without CPU sync: both steps in one."""
+        core, x = self._core, inputs[X]
+        if type(x) is not Tensor or x.dim() != 2 or not 0 <= x.shape[0] <= kind.shape.num_max:
+            return None
+        if type(ordered) is tuple and kind.copies_topk:
+            return None
+        core.open_rows()
         rows = kind.shape.worst_rows()
-        given, segment, offset = self._mode.rows_for(inputs[X], rows)
-        if order is not None:
-            order.made_on_comm(given)
-        launch = self._core.take_launch_with_event() if order is None else order.launch
+        given, segment, offset = core.rows_behind(ordered, self._mode.rows_for, x, rows)
         args = (*inputs, given, *kind.scalars, kind.copies_topk, segment, offset, ctypes.addressof(kind.config))
         try:
-            got = self._worst.run(launch, *args) if order is None else self._worst.run_behind(order, *args)
+            got = self._worst.run_ordered(ordered, *args)
         except errors.DeepEPError as error:
-            self._cancel(launch, order, _face.begun(error), error)
+            self._cancel(None, Ordering(core, None, ordered is not False, False), _face.begun(error), error)
             raise
         if type(got) is not tuple:
             return Missing.of(got, given)
-        _, exchange, kept, *made = got[: 3 + len(_MADE)]
-        recv_x, *others = got[3 + len(_MADE) :]
+        event, _, exchange, kept, *made = got[: 4 + len(_MADE)]
+        recv_x, *others = got[4 + len(_MADE) :]
         setattr(made[MATRIX], EXCHANGE, exchange)
         recv_x = given if recv_x is None else recv_x
-        event = no_event() if order is None else order.ended()
         return self._dispatched(inputs, kind, kept, made, rows, [], [recv_x, *others], event)
 
     def _dispatched(
@@ -327,6 +328,7 @@ class ElasticFace:
         p.call(self._lib.deepep_dispatch, args, call)
         p.read(token)
         p.read(handle + _abi.Handle.exchange.offset)
+        p.result((New(EventOverlap), *(Entry(i) for i in range(3 + len(_MADE) + 4))))
         self._worst.add(key, p)
 
     def add_again(

@@ -188,6 +188,7 @@ def begun(error: DeepEPError) -> int:
 
 
 _BEGUN = "_deep_ep_begun"
+_LAUNCH = 3  # in a refused call's list
 
 
 class Program:
@@ -381,7 +382,7 @@ class Site:
         return got
 
     def run_ordered(self, ordered: bool | tuple[EventHandle | None], *args: Any) -> Any:
-        """Makes a call of one step, whose plan has a shape with an EventOverlap.
+        """Makes a call whose plan has a shape with an EventOverlap.
 
         Args:
             ordered: as _core has it.
@@ -401,7 +402,10 @@ class Site:
         else:
             got = self.start(*args) if ordered else self.issue(*args)
         if type(got) is list:
-            raise core.native.error(got[0])
+            error = _noted(core.native.error(got[0]), got)
+            if len(got) > _LAUNCH:  # an earlier call of the plan is under way
+                core.leave(got[_LAUNCH])
+            raise error
         return got
 
     def start_on_host(self, *args: Any) -> tuple[Any, EventHandle | None]:
@@ -450,11 +454,12 @@ class Site:
         stream, previous = order.behind()
         got = self.call(launch, order.users, *args, stream or 0, launch.event if last else 0, 1, previous or 0)
         if type(got) is list:
+            error = _noted(core.native.error(got[0]), got)
             if step == 1 and got[1] == 0:
                 core.kept.pop(launch, None)
             else:
                 order.leave()
-            raise _noted(core.native.error(got[0]), got)
+            raise error
         return got
 
     def add(self, key: bytes, program: Program | None) -> None:

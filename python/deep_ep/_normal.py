@@ -250,12 +250,15 @@ class NormalMode:
         with _torch.without_modes():
             if face is not None and ordered is not None and not global_expert_id_offset:
                 where = ctypes.addressof(native_config)
-                if handle is None:
-                    if ordered is not False:
-                        order = Ordering(core, previous_event, True, allocate_on_comm_stream)
-                    inputs = (data, scales, *counts, *topk)
-                    missing = call_in_order(face.fresh, order, inputs, expert_alignment, num_worst_tokens, where)
-                elif topk_idx is None and topk_weights is None:
+                inputs = (data, scales, *counts, *topk)
+                if handle is None and type(num_worst_tokens) is int:
+                    if num_worst_tokens:
+                        missing = face.worst(ordered, inputs, expert_alignment, num_worst_tokens, where)
+                    else:
+                        if ordered is not False:
+                            order = Ordering(core, previous_event, True, allocate_on_comm_stream)
+                        missing = call_in_order(face.fresh, order, inputs, expert_alignment, where)
+                elif handle is not None and topk_idx is None and topk_weights is None:
                     missing = face.cached(ordered, data, scales, handle, where)
                 if type(missing) is tuple:
                     return missing

@@ -21,6 +21,7 @@ from .utils.event import EventOverlap, no_event
 # Attribute of a handle's matrix: the exchange of counts that it is from. A copy of the tensor has none: not compared.
 EXCHANGE = "_deep_ep_exchange"
 NUM_ENTRIES = 6  # of a handle
+HANDLE_AT = 4  # in the results of a dispatch
 POLL_NS = 300_000  # how long a call waits for its counts before it lets other Python threads run
 
 # The tensors of a fresh dispatch, in the order of its sites.
@@ -71,24 +72,20 @@ class NormalFace:
         got = self._layout.run_ordered(ordered, topk_idx, num_experts)
         return got if type(got) is tuple else Missing.of(got)
 
-    def fresh(
-        self, order: Ordering | None, inputs: tuple[Any, ...], alignment: object, worst: object, config: int
-    ) -> Any:
+    def fresh(self, order: Ordering | None, inputs: tuple[Any, ...], alignment: object, config: int) -> Any:
         """Buffer.dispatch without a handle.
 
         Args:
             order: of an asynchronous call, on CUDA.
             inputs: the tensors from x to topk_weights.
-            alignment, worst: expert_alignment, num_worst_tokens.
+            alignment: expert_alignment.
             config: an address.
         """
         x, per_expert = inputs[X], inputs[PER_EXPERT]
-        if type(x) is not Tensor or type(worst) is not int or not 0 <= worst < 2**31 or x.dim() != 2:
+        if type(x) is not Tensor or x.dim() != 2:
             return None
         self._core.open_rows()
-        if worst:
-            return self._worst_case(inputs, alignment, worst, config, order)
-        core, token, given = self._core, 0, (*inputs, alignment, worst, config)
+        core, token, given = self._core, 0, (*inputs, alignment, 0, config)
         launch = core.take_launch_with_event() if order is None else order.launch
         try:
             if order is None:
@@ -147,27 +144,23 @@ class NormalFace:
             _torch.like(inputs[X], max(1, rows), inputs[X].shape[1])  # torch's own error, where memory is short
         raise errors.DeepEPError(errors.INTERNAL, "the compiled face does not take the second step of a dispatch")
 
-    def _worst_case(
-        self, inputs: tuple[Any, ...], alignment: object, worst: int, config: int, order: Ordering | None
-    ) -> Any:
-        given, segment, offset = self._rows_for(inputs[X], worst)
-        if order is not None:
-            order.made_on_comm(given)
-        args = (*inputs, given, alignment, worst, segment, offset, config)
-        launch = self._core.take_launch_with_event() if order is None else order.launch
+    def worst(self, ordered: Ordered, inputs: tuple[Any, ...], alignment: object, worst: int, config: int) -> Any:
+        """The same with num_worst_tokens, `worst`: both steps in one."""
+        core, x = self._core, inputs[X]
+        if type(x) is not Tensor or not 0 < worst < 2**31 or x.dim() != 2:
+            return None
+        core.open_rows()
+        given, segment, offset = core.rows_behind(ordered, self._rows_for, x, worst)
         try:
-            got = self._worst.run(launch, *args) if order is None else self._worst.run_behind(order, *args)
+            got = self._worst.run_ordered(ordered, *inputs, given, alignment, worst, segment, offset, config)
         except errors.DeepEPError as error:
-            self._cancel(launch, order, _face.begun(error), error)
+            self._cancel(None, Ordering(core, None, ordered is not False, False), _face.begun(error), error)
             raise
         if type(got) is not tuple:
             return Missing.of(got, given)
-        event = no_event() if order is None else order.ended()
-        _, exchange, matrix, head, recv_x, source, scales, idx, weights, sent_to, received_from = got
-        recv_x = given if recv_x is None else recv_x
-        setattr(matrix, EXCHANGE, exchange)
-        handle = (matrix, sent_to, received_from, source, inputs[IN_RANK], head)
-        return recv_x if scales is None else (recv_x, scales), idx, weights, [], handle, event
+        result, exchange = got
+        setattr(result[HANDLE_AT][0], EXCHANGE, exchange)
+        return result
 
     def cached(self, ordered: Ordered, x: Any, scales: OptionalTensor, handle: Any, config: int) -> Any:
         """Buffer.dispatch with a handle."""
@@ -314,6 +307,15 @@ class NormalFace:
         p.read(token)
         p.read(handle + _abi.Handle.exchange.offset)
         self._views(p, matrix)
+        _, exchange, made, heads, given, sources, scales, idx, weights, sent_to, received_from = map(Entry, range(11))
+        received: Any = given if recv_x is None else Given(7)
+        p.result((
+            (
+                received if inputs[SCALES] is None else (received, scales), idx, weights, New(list),
+                (made, sent_to, received_from, sources, Given(IN_RANK), heads), New(EventOverlap),
+            ),
+            exchange,
+        ))  # fmt: skip
         self._worst.add(key, p)
 
     def add_cached(self, missing: Missing, x: Tensor, scales: OptionalTensor) -> None:

@@ -565,9 +565,13 @@ class ElasticBuffer(BufferBase):
             key = _key(topk_idx, expand, *numbers)
             kind = None if key is None else self._kinds.get(key)
             if kind is not None and (kind.worst or self._core.host_stream or not _torch.is_capturing()):
-                if ordered is not False:
-                    order = Order(self._core, previous_event, True, on_comm)
-                missing = call_in_order(face.fresh, order, (data, scales, topk_idx, topk_weights, stats), kind)
+                inputs = (data, scales, topk_idx, topk_weights, stats)
+                if kind.worst:
+                    missing = face.worst(ordered, inputs, kind)
+                else:
+                    if ordered is not False:
+                        order = Order(self._core, previous_event, True, on_comm)
+                    missing = call_in_order(face.fresh, order, inputs, kind)
         if type(missing) is tuple:
             return missing
         sending, known = self._prepare(

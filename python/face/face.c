@@ -429,8 +429,10 @@ static PyObject *nothing(void) {
   Py_RETURN_NONE;
 }
 
-/* Follows a plan. */
-static PyObject *follow(const Site *site, PyObject *launch, PyObject *streams, const Given *given, PyObject *plan) {
+/* Follows a plan. The tensors are kept under `launch` (unless that is None); `later`: only while a call of several has
+ * not been made, or was refused after another. */
+static PyObject *follow(const Site *site, PyObject *launch, int later, PyObject *streams, const Given *given,
+                        PyObject *plan) {
   _Alignas(16) unsigned char blob[kMaxBlob];
   PyObject *outputs[kMaxOutputs], *result;
   Output described[kMaxOutputs];
@@ -440,7 +442,7 @@ static PyObject *follow(const Site *site, PyObject *launch, PyObject *streams, c
   char *start, *program;
   Py_ssize_t blob_bytes, program_bytes;
   int64_t count, num_outputs, num_calls, num_reads, i;
-  int made = 0;
+  int made = 0, keeps;
   if (PyBytes_AsStringAndSize(PyTuple_GetItem(plan, 0), &start, &blob_bytes) || blob_bytes > kMaxBlob ||
       PyBytes_AsStringAndSize(PyTuple_GetItem(plan, 1), &program, &program_bytes))
     return nothing();
@@ -482,9 +484,10 @@ static PyObject *follow(const Site *site, PyObject *launch, PyObject *streams, c
   }
   num_calls = next(&r);
   num_reads = r.at[num_calls * 4];
+  keeps = launch != Py_None && (!later || num_calls > 1);
   result = PyTuple_New((Py_ssize_t)(num_reads + num_outputs));
   if (result == NULL || (streams != Py_None && !record_all(streams, described, outputs, made)) ||
-      (launch != Py_None && !keep(site, launch, given, outputs, made))) {
+      (keeps && !keep(site, launch, given, outputs, made))) {
     Py_XDECREF(result);
     drop(outputs, made);
     return NULL;
@@ -499,6 +502,7 @@ static PyObject *follow(const Site *site, PyObject *launch, PyObject *streams, c
       uint64_t first = 0;
       int64_t offset = num_reads > 0 ? r.at[(num_calls - i - 1) * 4 + 1] : kStructs;
       if (offset != kStructs) memcpy(&first, blob + offset, sizeof first);
+      if (keeps && later && i == 0 && PyDict_DelItem(site->kept, launch) != 0) return NULL;
       return Py_BuildValue("[iiK]", (int)status, (int)i, (unsigned long long)first);
     }
   }
@@ -514,6 +518,7 @@ static PyObject *follow(const Site *site, PyObject *launch, PyObject *streams, c
     PyTuple_SetItem(result, (Py_ssize_t)i, PyLong_FromUnsignedLongLong(value));
   }
   for (i = 0; i < num_outputs; i++) PyTuple_SetItem(result, (Py_ssize_t)(num_reads + i), outputs[i]);
+  if (keeps && later && PyDict_DelItem(site->kept, launch) != 0) Py_CLEAR(result);
   return result;
 }
 
@@ -672,6 +677,7 @@ static PyObject *make_handle(const Site *site, const Given *given, PyObject *got
   if ((users = PyTuple_New(site->num_tensors + num_made)) == NULL) return NULL;
   for (i = 0; i < site->num_tensors + num_made; i++) {
     PyObject *one = i < site->num_tensors ? given->objects[i] : PyTuple_GetItem(got, i - site->num_tensors);
+    if ((PyObject *)Py_TYPE(one) != tensor_type) one = Py_None; /* a number that was read */
     Py_INCREF(one);
     PyTuple_SetItem(users, i, one);
   }
@@ -689,7 +695,7 @@ static PyObject *make_handle(const Site *site, const Given *given, PyObject *got
 }
 
 /* Looks at the arguments and follows their plan; what `call` returns. With `stream` the call is asynchronous: its event
- * is that of `launch`, under which nothing is kept, and the new object in its results gets the handle of it. */
+ * is that of `launch`, under which nothing is left in `kept`, and the new object in its results gets its handle. */
 static PyObject *answer(const Site *site, PyObject *launch, PyObject *streams, Given *given, PyObject *stream) {
   PyObject *plan, *name, *result = NULL, *modes = NULL, *inference = NULL, *how;
   Writer key;
@@ -708,7 +714,7 @@ static PyObject *answer(const Site *site, PyObject *launch, PyObject *streams, G
     } else {
       Py_INCREF(plan); /* what a finalizer runs could clear the plans */
       if (site->ordinary && is_set(in_inference)) inference = enter_guard(inference_guard, Py_False);
-      if (!PyErr_Occurred()) result = follow(site, stream != NULL ? Py_None : launch, streams, given, plan);
+      if (!PyErr_Occurred()) result = follow(site, launch, stream != NULL, streams, given, plan);
       leave_guard(inference);
       how = PyTuple_GetItem(plan, 2);
       if (result != NULL && PyTuple_Check(result) && how != Py_None) {
@@ -811,13 +817,17 @@ static PyObject *take_launch(const Site *site, int64_t *event) {
   return launch;
 }
 
-/* Makes a call with a launch, which is idle again if nothing was launched. `streams`: those that use its outputs. */
+/* Makes a call with a launch, which is idle again if nothing was launched; where a part was, the launch, under which
+ * the tensors are kept, is the list's last entry. `streams`: those that use its outputs. */
 static PyObject *answer_later(const Site *site, PyObject *streams, Given *given, int64_t *of_call, PyObject *stream) {
   PyObject *launch = take_launch(site, &of_call[kEvent]), *result;
   if (launch == NULL) return NULL;
   of_call[kIsAsync] = 1;
   result = answer(site, launch, streams, given, stream);
-  if (result != NULL && !PyTuple_Check(result) && PyList_Append(site->idle, launch) != 0) Py_CLEAR(result);
+  if (result != NULL && !PyTuple_Check(result)) {
+    int begun = PyList_Check(result) && PyLong_AsLong(PyList_GetItem(result, 1)) > 0;
+    if (PyList_Append(begun ? result : site->idle, launch) != 0) Py_CLEAR(result);
+  }
   Py_DECREF(launch);
   return result;
 }

@@ -145,6 +145,10 @@ class Recorder:
         self._library = ctypes.CDLL(str(Path(os.environ["DEEPEP_KERNELS"], "libdeepep_cpu.so")))
         self._text = ctypes.create_string_buffer(1 << 16)
 
+    def cannot_dispatch(self, on: bool) -> None:
+        """The kernel library cannot launch dispatches, or can again."""
+        self._library.fake_cannot_dispatch(ctypes.byref(ctypes.c_int(on)))
+
     def take(self) -> list[str]:
         """The lines since the last time."""
         self._library.fake_trace(self._text)
@@ -193,6 +197,24 @@ def play(version: str, core: Any, recorder: Recorder, calls: Calls, orders: Orde
                 found |= {"trace": recorder.take(), "version": version, "order": order, "call": name, "turn": turn}
                 outputs = how = None
                 print(json.dumps({**found, "kept": len(core.kept)}))
+
+
+def refused(buffer: Any, recorder: Recorder, name: str, call: Callable[..., Any], make: Callable[..., Any]) -> Any:
+    """A dispatch that the kernel library cannot launch, after the exchange of counts where there is one."""
+    from deep_ep.errors import DeepEPError
+
+    how, core = make()[0], buffer._core
+    recorder.take()
+    recorder.cannot_dispatch(True)
+    line: dict[str, Any] = {"refused": name}
+    try:
+        call(**how)
+    except DeepEPError as error:
+        line["error"] = str(error)
+    line["kept at once"] = len(core.kept)
+    recorder.cannot_dispatch(False)
+    core.enter()
+    return {**line, "trace": recorder.take(), "kept": len(core.kept)}
 
 
 def of_v1(buffer: Any, x: Any, rows: Any, idx: Any, weights: Any) -> tuple[Calls, Orders]:
@@ -373,6 +395,10 @@ def main(folder: str) -> None:
                     line[what] = sum(one.startswith(f"{what} # on") for one in trace)
                 print(json.dumps({**line, "kept": len(core.kept)}))
         torch.Tensor.record_stream = record  # type: ignore
+        for order in ("asynchronous", "behind torch") if "behind torch" in orders else ():
+            for name, (call, _) in calls.items():
+                if name.startswith("dispatch"):
+                    print(json.dumps(refused(buffer, recorder, f"{version} {order} {name}", call, orders[order])))
         buffer.destroy()
     print(json.dumps({"through the face": sum(taken)}))
 

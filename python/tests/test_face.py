@@ -686,7 +686,15 @@ def test_asynchronous_calls_are_ordered_as_pythons(tmp_path, stream):
         assert face["forgotten again"] == face["again"] and "took an argument" not in face and face["kept"] == 0, face
         for what in ("whole", "first half", "returned"):
             assert sum(one.startswith(face["issued"].split()[0]) for one in face[what][1]) == 1, face
+    refused = {compiled: [line for line in some if "refused" in line] for compiled, some in lines.items()}
+    assert len(refused["0"]) == 2 * (4 + 8)
+    for python, face in zip(refused["0"], refused["1"], strict=True):
+        assert "could not be launched" in face["error"]
+        traces = python.pop("trace"), face.pop("trace")
+        assert python == face and face["kept at once"] == int("cached" not in face["refused"]) and not face["kept"]
+        assert [sum(line.startswith("notify") for line in trace) for trace in traces] == [face["kept at once"]] * 2
     lines = {compiled: [line for line in some if "issued" not in line] for compiled, some in lines.items()}
+    lines = {compiled: [line for line in some if "refused" not in line] for compiled, some in lines.items()}
     assert len(lines["0"]) == 3 * (3 * (6 + 10) + 2) + 4 * (6 + 10) + 1
     for python, face in zip(lines["0"], lines["1"], strict=True):
         if "trace" in python:

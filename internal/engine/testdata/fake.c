@@ -352,13 +352,22 @@ int32_t dk_team_segment(dk_team_segment_params *p) {
     return 0;                                                                          \
   }
 OPERATION(layout, "")
-OPERATION(dispatch, "%s", p->flags &DK_DISPATCH_COPIES ? " copies" : "")
 OPERATION(combine, "%s", p->flags &DK_COMBINE_COPIES ? " copies" : "")
 OPERATION(ll_dispatch, " phases %d ticket %d", p->phases, p->ticket)
 OPERATION(ll_combine, " phases %d ticket %d x+%d", p->phases, p->ticket, (int)(p->x & 1023))
 OPERATION(clean, "")
 OPERATION(barrier, " limit %d ms", (int)(p->timeout_ns / 1000000))
 OPERATION(mask, "")
+static int cannot_dispatch;
+/* From now on dispatches cannot be launched, or can. */
+int32_t fake_cannot_dispatch(int *on) {
+  cannot_dispatch = *on;
+  return 0;
+}
+int32_t dk_dispatch(dk_dispatch_params *p) {
+  NOTE("dispatch #%d on %d%s\n", (int)p->call, (int)p->stream, p->flags & DK_DISPATCH_COPIES ? " copies" : "");
+  return cannot_dispatch ? DK_EUNSUPPORTED : 0;
+}
 int32_t dk_notify(dk_notify_params *p) {
   NOTE("notify #%d on %d\n", (int)p->call, (int)p->stream);
   if (p->host_counts) {
