@@ -293,7 +293,7 @@ class ElasticFace:
         """The rows, once the counts are known; results: recv_src_metadata, and what is received."""
         p = self._start(inputs)
         tokens, rows, token, exchange, segment, offset, column, config = map(number, range(8))
-        metadata = p.output(INT32, tokens, constant(kind.shape.num_topk + 2))
+        metadata = p.output(INT32, tokens, constant(kind.shape.num_topk + 2), slab=DATA)
         first = STATS + 1
         given = [address(first + i) for i in range(len(made))]
         p.same(size(first + SLOTS - 1, 0), size(X, 0))

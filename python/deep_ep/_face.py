@@ -32,7 +32,7 @@ Source = tuple[int, int, int]  # where a number comes from: one of the kinds bel
 _CONSTANT, _SIZE, _NUMBER, _STRIDE, _ADDRESS, _OUTPUT, _BLOB = range(7)
 _STRUCTS = -1  # among the places to read
 _ENTRY, _GIVEN, _THING, _NEW, _HOOK, _TUPLE = range(6)  # steps of a shape
-ALONE, HANDLE, DATA = -1, -2, -3  # outputs that share an allocation: none; what lives as long as a handle, as rows
+ALONE, HANDLE, DATA = -1, -2, -3  # outputs that share an allocation: none; of a handle; beside rows
 
 
 def constant(value: int) -> Source:

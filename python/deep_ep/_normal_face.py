@@ -273,7 +273,7 @@ class NormalFace:
         rows, token, exchange, segment, offset, config = (number(i) for i in range(6))
         p.same(size(8, 0), size(X, 0))
         x_out = self._rows(p, inputs[X], recv_x, 9, rows)
-        source = p.output(INT32, rows)
+        source = p.output(INT32, rows, slab=DATA)
         handle = self._handle(p, rows, size(X, 0), address(7), address(8), source, exchange)
         args = self._dispatch_args(p, inputs, rows, handle, x_out, segment, offset)
         p.write(args, _abi.DispatchArgs, "token", token)

@@ -607,7 +607,7 @@ def test_rows_of_a_pool_that_fails_are_pythons():
 
 
 def rank_shared(ctx):
-    """Outputs that live as long as a handle share one allocation and do not overlap; rows have memory of their own."""
+    """Small outputs that are made together share one allocation and do not overlap; rows have memory of their own."""
     tokens, experts = 24, 4 * ctx.size
     x = torch.ones(tokens, 256, dtype=torch.bfloat16, device=ctx.device)
     idx = (torch.arange(tokens * 2, device=ctx.device) % experts).view(tokens, 2)
@@ -620,13 +620,13 @@ def rank_shared(ctx):
             fresh = buffer.dispatch(x, **counts, topk_idx=idx, topk_weights=weights)
             ll = buffer.low_latency_dispatch(x, idx, tokens, experts, use_fp8=True)
         matrix, _, _, source, _, head = fresh[4]
-        together = flat(layout), [matrix, head], list(fresh[1:3]), [ll[1], *ll[2][:2]]
+        together = flat(layout), [matrix, head], [source, *fresh[1:3]], [ll[1], *ll[2][:2]]
         for group in together:
             assert len({one.untyped_storage().data_ptr() for one in group}) == 1
             places = sorted((one.data_ptr(), one.data_ptr() + one.nbytes) for one in group)
             assert all(place % 64 == 0 for place, _ in places)
             assert all(end <= start for (_, end), (start, _) in zip(places, places[1:], strict=False)), places
-        alone_ones = [fresh[0], source, *ll[0]]
+        alone_ones = [fresh[0], *ll[0]]
         storages = {one.untyped_storage().data_ptr() for group in (*together, alone_ones) for one in group}
         assert len(storages) == len(together) + len(alone_ones)
 
