@@ -342,6 +342,16 @@ class Site:
         )  # fmt: skip
         self.call, self.issue, self.start, self.start_behind = site.call, site.issue, site.start, site.start_behind
 
+    def checked(self, got: Any) -> Any:
+        """What `issue` has returned.
+
+        Raises:
+            DeepEPError: the library refused the call.
+        """
+        if type(got) is list:
+            raise _noted(self._core.native.error(got[0]), got)
+        return got
+
     def run(self, launch: Launch | None, *args: Any, begun: bool = False, ends: bool = True) -> Any:
         """Makes the call, and waits for its end on the CPU engine.
 
@@ -359,10 +369,7 @@ class Site:
         """
         core = self._core
         if launch is None:
-            got = self.issue(*args)
-            if type(got) is list:
-                raise _noted(core.native.error(got[0]), got)
-            return got
+            return self.checked(self.issue(*args))
         try:
             launch.left = False
             got = self.call(launch, None, *args, 0, launch.event, 1, 0)

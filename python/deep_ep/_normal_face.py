@@ -8,6 +8,7 @@ and of which streams torch's allocator has to know.
 from __future__ import annotations
 
 import ctypes
+import functools
 from typing import Any
 
 from . import _abi, _face, _torch, errors
@@ -56,7 +57,8 @@ class NormalFace:
     def __init__(self, core: Core, row_cache: RowCache) -> None:
         self._core, self._row_cache = core, row_cache
         self._lib = core.native.lib.with_gil
-        self._poll, self._wait_address = _face.load().poll_counts, _face.address_of(self._lib.deepep_wait_counts)
+        waits, buffer = _face.address_of(self._lib.deepep_wait_counts), core.native._as_parameter_.value or 0
+        self._poll = functools.partial(_face.load().poll_counts, waits, buffer)
         handle = (), _ROWS, _ROWS  # rank_prefix_matrix, send_head, recv_src_idx
         self._layout = Site(core, (_ROWS,), 1, 0)
         self._notify = Site(core, _FRESH, 2, 1, strided=(SCALES,))
@@ -81,14 +83,17 @@ class NormalFace:
             alignment: expert_alignment.
             config: an address.
         """
-        x, per_expert = inputs[X], inputs[PER_EXPERT]
+        x, per_expert, core = inputs[X], inputs[PER_EXPERT], self._core
         if type(x) is not Tensor or x.dim() != 2:
             return None
-        self._core.open_rows()
-        core, token, given = self._core, 0, (*inputs, alignment, 0, config)
-        launch = core.take_launch_with_event() if order is None else order.launch
+        core.open_rows()
+        token, launch = 0, core.take_launch_with_event() if order is None else order.launch
+        alone = launch is None  # the caller's stream orders all: neither step needs more than the call
         try:
-            if order is None:
+            given = (*inputs, alignment, 0, config)
+            if alone:
+                got = self._notify.checked(self._notify.issue(*given))
+            elif order is None:
                 got = self._notify.run(launch, *given, ends=False)
             else:
                 got = self._notify.run_behind(order, *given, steps=2)
@@ -96,9 +101,14 @@ class NormalFace:
                 return Missing.of(got)
             token, exchange, matrix, head, sent_to, received_from = got
             rows, per_local_expert = self._wait_counts(token, per_expert.shape[0] // core.group_size)
-            recv_x, scales, idx, weights, source = self._deliver(
-                inputs, launch, order, matrix, head, rows, token, exchange, config
-            )
+            place, segment, offset = self._rows_for(x, rows)
+            if order is not None:
+                order.made_on_comm(place)
+            args = (*inputs, matrix, head, place, rows, token, exchange, segment, offset, config)
+            got = self._dispatch.checked(self._dispatch.issue(*args)) if alone else None
+            if type(got) is not tuple:
+                got = self._deliver(launch, order, args, inputs, place, rows)
+            recv_x, source, scales, idx, weights = got
             event = no_event() if order is None else order.ended()
         except BaseException as error:
             self._cancel(launch, order, token, error)
@@ -110,36 +120,29 @@ class NormalFace:
         if order is None and launch is not None:
             core.idle.append(launch)
         setattr(matrix, EXCHANGE, exchange)
+        recv_x = place if recv_x is None else recv_x
         handle = (matrix, sent_to, received_from, source, inputs[IN_RANK], head)
         return recv_x if scales is None else (recv_x, scales), idx, weights, per_local_expert, handle, event
 
     def _deliver(
         self,
-        inputs: tuple[Any, ...],
         launch: Launch | None,
         order: Ordering | None,
-        matrix: Tensor,
-        head: Tensor,
+        args: tuple[Any, ...],
+        inputs: tuple[Any, ...],
+        place: OptionalTensor,
         rows: int,
-        token: int,
-        exchange: int,
-        config: int,
-    ) -> tuple[Tensor, OptionalTensor, OptionalTensor, OptionalTensor, Tensor]:
-        """The second step: recv_x, scales, topk_idx, topk_weights, recv_src_idx."""
-        given, segment, offset = self._rows_for(inputs[X], rows)
-        if order is not None:
-            order.made_on_comm(given)
+    ) -> tuple[Any, ...]:
+        """The second step, and its plan if there is none: recv_x, recv_src_idx, scales, topk_idx, topk_weights."""
         for _ in range(3):
-            args = (*inputs, matrix, head, given, rows, token, exchange, segment, offset, config)
             if order is None:
                 got = self._dispatch.run(launch, *args, begun=True)
             else:
                 got = self._dispatch.run_behind(order, *args, steps=2, step=2)
             if type(got) is tuple:
-                recv_x, source, *others = got
-                return (given if recv_x is None else recv_x, *others, source)
+                return got
             if got is not None:
-                self._add_dispatch(got, inputs, given)
+                self._add_dispatch(got, inputs, place)
                 continue
             _torch.like(inputs[X], max(1, rows), inputs[X].shape[1])  # torch's own error, where memory is short
         raise errors.DeepEPError(errors.INTERNAL, "the compiled face does not take the second step of a dispatch")
@@ -214,8 +217,7 @@ class NormalFace:
     def _wait_counts(self, token: int, num_local_experts: int) -> tuple[int, list[int]]:
         native = self._core.native
         if not self._core.host_stream:
-            handle = native._as_parameter_.value or 0
-            got = self._poll(self._wait_address, handle, token, num_local_experts, POLL_NS)
+            got = self._poll(token, num_local_experts, POLL_NS)
             if type(got) is tuple:
                 return got
             if got != errors.PENDING:
