@@ -13,6 +13,7 @@ import elastic
 import internode
 from cases import Case
 from conftest import test_device
+from test_ops import opcheck, operators
 
 KERNELS = pathlib.Path(__file__).resolve().parents[2] / "build" / "nvshmem" / "internode_routed_test"
 SHRINKING = KERNELS.with_name("internode_routed_shrink_test")
@@ -46,6 +47,20 @@ def rank_cases(ctx, some, modes, shrink=False):
                     call = elastic.dispatch(ctx, buffer, exchange, case, expand=expand)
                     assert len(call.handle.psum_num_recv_tokens_per_scaleup_rank) == buffer.num_scaleup_ranks
                     elastic.combine(ctx, buffer, call, biases=2, weights=True, seed=3, unreduced=not multiple)
+
+
+def rank_traced(ctx):
+    """A compiler is told the shapes that come."""
+    x, idx = ctx.to_device(torch.ones(4, 64).bfloat16()), ctx.to_device(torch.arange(4).unsqueeze(1) % ctx.size)
+    for hybrid in (True, False):
+        with elastic.buffer_of(ctx, 8, allow_hybrid_mode=hybrid) as buffer:
+            given = x, None, idx, None, None, ctx.size, 8, buffer.name
+            for name in ("elastic_dispatch", "elastic_dispatch_worst_case"):
+                opcheck(getattr(operators(), name), *given, tests=("test_faketensor",))
+
+
+def test_traced(pool):
+    internode.run(pool, "2x1", rank_traced, seed=1, deadline=120)
 
 
 @pytest.mark.skipif(cases.RANKS < 4, reason="needs 4 ranks")

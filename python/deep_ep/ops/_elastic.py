@@ -168,10 +168,11 @@ def _fake_received(
 
 
 def _fake_handle(topk_idx: Tensor, num_experts: Any, buffer: str, tokens: Any) -> Tensors:
-    ranks, (num_tokens, num_topk) = _names.find_elastic(buffer).num_ranks, topk_idx.shape
+    of, (num_tokens, num_topk) = _names.find_elastic(buffer), topk_idx.shape
+    ranks, domain = of.num_ranks, of.num_scaleup_ranks
     local = num_experts // ranks
     shapes = (
-        (ranks,), (local,), (local,), (tokens, num_topk + 2), (num_tokens, num_topk), (ranks, ranks),
+        (domain,), (local,), (local,), (tokens, num_topk + 2), (num_tokens, num_topk), (ranks, ranks),
         (num_tokens, ranks),
     )  # fmt: skip
     return tuple(topk_idx.new_empty(shape, dtype=torch.int32) for shape in shapes)
