@@ -268,7 +268,7 @@ class ElasticFace:
 
     def add_fresh(self, missing: Missing, inputs: Inputs, kind: Kind) -> None:
         """The first step of a dispatch, or both where outputs have room for any routing."""
-        if _torch.has_views(inputs[X]):
+        if _torch.has_views(inputs[X], inputs[SCALES]):
             (self._worst if kind.worst else self._notify).add(missing.key, None)
         elif kind.worst:
             self._add_worst(missing.key, inputs, kind, missing.recv_x)
@@ -341,7 +341,7 @@ class ElasticFace:
         kind: Kind,
     ) -> None:
         """Results: what is received."""
-        if _torch.has_views(x):
+        if _torch.has_views(x, scales):
             self._again.add(missing.key, None)
             return
         p = Program(self._core.device)

@@ -248,7 +248,7 @@ class NormalFace:
     def add_fresh(self, missing: Missing, inputs: tuple[OptionalTensor, ...], alignment: int, worst: int) -> None:
         """The first step of a dispatch, or both of a worst case."""
         x = inputs[X]
-        if x is not None and _torch.has_views(x):
+        if _torch.has_views(x):
             (self._worst if worst else self._notify).add(missing.key, None)
         elif worst:
             self._add_worst(missing.key, inputs, missing.recv_x, alignment, worst)

@@ -195,15 +195,14 @@ def items(rows: Tensor) -> tuple[int, int]:
     known, width = ITEM_TYPES.get(rows.dtype), int(rows.shape[1])
     if known is not None:
         return known, width
-    if rows.is_conj() or rows.is_quantized:  # what they mean is not in their bytes
-        kind = "a conjugate view" if rows.is_conj() else f"a quantized tensor ({rows.dtype})"
-        raise type_error("x", kind, "a tensor whose bytes are its values: resolve_conj() or int_repr() gives one")
+    if rows.is_quantized:  # what they mean is not in their bytes
+        raise type_error("x", f"a quantized tensor ({rows.dtype})", "a tensor whose bytes are its values: int_repr()")
     return _abi.UINT8, width * rows.dtype.itemsize
 
 
-def has_views(rows: Tensor) -> bool:
-    """Whether tensors of this dtype may be views that do not mean what their bytes say, which torch's C ABI hides."""
-    return rows.dtype.is_complex
+def has_views(*tensors: Tensor | None) -> bool:
+    """Whether contiguous tensors of such a dtype may be views that do not mean their bytes, as torch's C ABI hides."""
+    return any(tensor is not None and tensor.dtype.is_complex for tensor in tensors)
 
 
 def meta(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -350,7 +349,10 @@ def length(tensor: object) -> int:
 
 
 def whole(tensor: Tensor) -> bool:
-    """Whether a tensor's elements are in its memory: no caller has freed or cut that since, and the type has some."""
+    """Whether a tensor's elements are in its memory, as they are: no caller has freed or cut that since, the type has
+    some, and it is no view that negates or conjugates."""
+    if tensor.is_neg() or tensor.is_conj():
+        return False
     begin = tensor.storage_offset() * tensor.itemsize
     if tensor.data_ptr() == begin:  # the storage begins at address 0: a tracer's, or freed
         return tensor.numel() == 0
@@ -363,6 +365,9 @@ def whole(tensor: Tensor) -> bool:
 
 
 def _without_memory(name: str, tensor: Tensor) -> Exception:
+    for is_view, kind, resolve in ((tensor.is_neg(), "negative", "neg"), (tensor.is_conj(), "conjugate", "conj")):
+        if is_view:
+            return type_error(name, f"a {kind} view", f"a tensor whose bytes are its values: resolve_{resolve}()")
     begin = tensor.storage_offset() * tensor.itemsize
     held = tensor.untyped_storage().nbytes() if tensor.data_ptr() != begin else 0
     given = f"shape {list(tensor.shape)} in {held} bytes of memory"

@@ -53,7 +53,7 @@ static struct {
 
 static PyObject *tensor_type, *wrap, *num_modes, *without_modes, *in_inference, *inference_guard; /* of torch */
 static PyObject *name_cdata, *name_enter, *name_exit, *name_record_stream, *name_is_ready, *name_enter_core, *name_run,
-    *name_refuse, *name_event, *name_new_launch, *name_behind;
+    *name_refuse, *name_event, *name_new_launch, *name_behind, *name_is_neg;
 /* The attributes of an EventHandle, in the order in which `start` sets them. */
 static const char *const handle_attributes[] = {"_core", "_launch", "_home", "_users", "_stream", "_torch"};
 enum { kHandleAttributes = 6 };
@@ -132,6 +132,16 @@ static PyObject *to_python(Tensor tensor) {
   }
   if (result == NULL || wrap_copies) torch.delete_tensor_object(tensor);
   return result;
+}
+
+/* 1: the tensor's values are its bytes with the sign turned round, as the imaginary part of a conjugate's are, which
+ * torch's C ABI hides. Only tensors that may have gaps are asked: a part of a complex tensor has them. */
+static int is_negative(PyObject *object) {
+  PyObject *value = PyObject_CallMethodObjArgs(object, name_is_neg, NULL);
+  int negative = value != Py_False;
+  Py_XDECREF(value);
+  if (value == NULL) PyErr_Clear();
+  return negative;
 }
 
 /* ---- Guards around the whole of a call: torch's modes are Python code, and outputs may have to be ordinary tensors */
@@ -224,7 +234,7 @@ static int describe(const Site *site, Given *given, Writer *key) {
     put(key, t->num_dims);
     put(key, dtype);
     put(key, (int64_t)type << 32 | (uint32_t)index);
-    if (!(site->strided >> i & 1) && !is_contiguous(t)) return 0;
+    if (site->strided >> i & 1 ? is_negative(given->objects[i]) : !is_contiguous(t)) return 0;
     for (d = 0; d < t->num_dims; d++)
       if (!(site->free_dims[i] >> d & 1)) put(key, t->sizes[d]);
   }
@@ -1194,12 +1204,13 @@ PyMODINIT_FUNC PyInit_deepep_torch(void) {
   name_event = PyUnicode_InternFromString("event");
   name_new_launch = PyUnicode_InternFromString("launch_with_event");
   name_behind = PyUnicode_InternFromString("behind");
+  name_is_neg = PyUnicode_InternFromString("is_neg");
   for (i = 0; i < kHandleAttributes; i++)
     if ((handle_names[i] = PyUnicode_InternFromString(handle_attributes[i])) == NULL) return NULL;
   if (module == NULL || type == NULL || hook_type == NULL || name_cdata == NULL || name_enter == NULL ||
       name_exit == NULL || name_record_stream == NULL || name_is_ready == NULL || name_enter_core == NULL ||
       name_run == NULL || name_refuse == NULL || name_event == NULL || name_new_launch == NULL || name_behind == NULL ||
-      PyModule_AddObject(module, "Site", type) != 0 ||
+      name_is_neg == NULL || PyModule_AddObject(module, "Site", type) != 0 ||
       PyModule_AddIntConstant(module, "version",
                               DEEPEP_VERSION_MAJOR * 10000 + DEEPEP_VERSION_MINOR * 100 + DEEPEP_VERSION_PATCH) != 0)
     return NULL;

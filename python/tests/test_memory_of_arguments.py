@@ -218,6 +218,8 @@ def rank_meaning(ctx):
     plain = torch.complex(torch.ones(8, 16), torch.ones(8, 16)).to(ctx.device)
     quantized = torch.quantize_per_tensor(torch.ones(8, 64), 0.5, 3, torch.quint8).to(ctx.device)
     handle = buffer.dispatch(plain, idx, num_experts=ctx.size)[3]
+    with pytest.raises(DeepEPTypeError, match="argument topk_weights: got a negative view"):
+        buffer.dispatch(plain, idx, torch._neg_view(torch.ones(8, 1, device=ctx.device)), num_experts=ctx.size)
     for _ in range(3):
         for given in ({"topk_idx": idx, "num_experts": ctx.size}, {"handle": handle}):
             assert torch.equal(buffer.dispatch(plain, **given)[0], plain)
@@ -225,6 +227,18 @@ def rank_meaning(ctx):
             for wrong, word in ((plain.conj(), "conjugate"), (quantized, "quint8")):
                 with pytest.raises(DeepEPTypeError, match=word):
                     buffer.dispatch(wrong, **given)
+    pairs = torch.complex(torch.ones(8, 4), torch.ones(8, 4)).to(ctx.device)
+    halves = torch.ones(8, 4, 2, device=ctx.device).half()
+    for scales, wrong, word in (
+        (pairs.imag, pairs.conj().imag, "negative"),
+        (torch.view_as_complex(halves), torch.view_as_complex(halves).conj(), "conjugate"),
+    ):
+        for _ in range(3):
+            for given in ({"topk_idx": idx, "num_experts": ctx.size}, {"handle": handle}):
+                received = buffer.dispatch((plain, scales), **given)[0][1]
+                assert torch.equal(received.view(torch.int32), scales.view(torch.int32))
+                with pytest.raises(DeepEPTypeError, match=rf"argument x\[1\]: got a {word} view"):
+                    buffer.dispatch((plain, wrong), **given)
     buffer.destroy()
 
 
