@@ -66,6 +66,9 @@ class BufferAllocator:
             raise value_error("storage", f"{storage.numel() * storage.itemsize} bytes", f"{self.num_bytes} bytes")
         device, dtype = (storage.device, storage.dtype) if is_tensor else (_torch.CPU, UINT8)
         _torch.check("storage", storage, device, (dtype,), (None,))
+        offset, unit = storage.storage_offset() * dtype.itemsize, max((t.itemsize for t, _ in self._planned), default=1)
+        if offset % unit:  # torch refuses such views one by one, when others have been turned
+            raise value_error("storage", f"a view {offset} bytes into its memory", f"one at a multiple of {unit} bytes")
         self.materialized = True
         for tensor, begin in self._planned:
             _torch.take_memory(tensor, storage, begin)

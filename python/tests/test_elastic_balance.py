@@ -147,6 +147,7 @@ def test_plans_that_cannot_be_materialized():
     for wrong in (
         None,
         storage[1:],
+        torch.zeros(plan.num_bytes + 2, dtype=torch.uint8)[2:],
         freed,
         storage.view(2, -1),
         torch.zeros(2, plan.num_bytes, dtype=torch.uint8)[:, 0],
