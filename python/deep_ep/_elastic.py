@@ -351,9 +351,9 @@ class ElasticMode:
     def send(self, sending: Sending, num_sms: int) -> Dispatched:
         """A dispatch without a handle. `num_sms` is for its handle."""
         try:
-            return self._finish(sending, self._begin(sending, num_sms))
+            return self.finish(sending, self._begin(sending, num_sms))
         except BaseException as error:
-            _cut_short(sending, error)
+            cut_short(sending, error)
             raise
 
     def begin(self, sending: Sending, num_sms: int) -> EPHandle:
@@ -361,15 +361,7 @@ class ElasticMode:
         try:
             return self._begin(sending, num_sms)
         except BaseException as error:
-            _cut_short(sending, error)
-            raise
-
-    def finish(self, sending: Sending, handle: EPHandle) -> Dispatched:
-        """The second half: waits for the counts, unless the outputs have room for any routing, and sends the rows."""
-        try:
-            return self._finish(sending, handle)
-        except BaseException as error:
-            _cut_short(sending, error)
+            cut_short(sending, error)
             raise
 
     def _begin(self, sending: Sending, num_sms: int) -> EPHandle:
@@ -406,7 +398,11 @@ class ElasticMode:
         setattr(matrix, EXCHANGE, native.exchange)
         return handle
 
-    def _finish(self, sending: Sending, handle: EPHandle) -> Dispatched:
+    def finish(self, sending: Sending, handle: EPHandle) -> Dispatched:
+        """The second half: waits for the counts, unless the outputs have room for any routing, and sends the rows.
+
+        An exception is for the caller to follow by cut_short.
+        """
         order, shape, topk_idx = sending.order, sending.shape, sending.topk_idx
         assert topk_idx is not None
         tokens = shape.bound()
@@ -592,7 +588,7 @@ class ElasticMode:
         return given[0], given[1]
 
 
-def _cut_short(sending: Sending, error: BaseException) -> None:
+def cut_short(sending: Sending, error: BaseException) -> None:
     """An exception ended a dispatch without a handle: its peers may wait for it, the exchange may still be writing."""
     if sending.token:
         sending.order.cancel(sending.token, error)

@@ -156,7 +156,7 @@ class ElasticBuffer(BufferBase):
         self._mode = ElasticMode(
             core, self._base._normal, flags["allow_multiple_reduction"], flags["allow_hybrid_mode"]
         )
-        self._deferred = ""  # the call whose second half is still to come
+        self._deferred: Any = None  # a weak reference to the SecondHalf that is still to come
         self._seat = 0  # regroups so far
         self.name = self._base.name
         _names.adopt(self.name, self)
@@ -200,6 +200,7 @@ class ElasticBuffer(BufferBase):
 
     def release(self) -> None:
         """Gives back the buffer's memory and keeps its addresses and the group; see Buffer.release."""
+        self._enter()
         self._base.release()
 
     def restore(self) -> None:
@@ -245,7 +246,7 @@ class ElasticBuffer(BufferBase):
 
         def adopt() -> None:
             self._seat += 1
-            self._deferred = ""
+            self._deferred = None
             self._take_seat()
             self._core.open_rows()
 
@@ -524,8 +525,9 @@ class ElasticBuffer(BufferBase):
 
     def _enter(self) -> None:
         self._core.enter()
-        if self._deferred:
-            text = f"the deferred {self._deferred} of this buffer was not waited for: call wait() of its event first"
+        second = None if self._deferred is None else self._deferred()
+        if second is not None and second.is_due:
+            text = f"the deferred {second.what} of this buffer was not waited for: call wait() of its event first"
             raise errors.DeepEPError(errors.INVALID_STATE, text)
 
     def _dispatch(

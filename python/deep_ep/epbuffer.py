@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 from . import _elastic_sizes, _torch, errors
 from ._balance import Balancing, BufferAllocator, Tensors
 from ._balance import sms as _even
-from ._elastic import EPHandle, Event, Rows, Sending, check_reference, refer
+from ._elastic import EPHandle, Event, Rows, Sending, check_reference, cut_short, refer
 from ._torch import UINT8, OptionalTensor, Tensor, is_compiling, native, opaque
 from .bootstrap import Bootstrap
 from .elastic import CPU_SECONDS, GPU_SECONDS, USUAL_SMS, ElasticBuffer, Group
@@ -16,6 +17,33 @@ from .errors import assertion, check_flag, check_int
 from .utils import EventHandle, EventOverlap
 
 __all__ = ["BufferAllocator", "EPBuffer"]
+
+
+class _SecondHalf:
+    """What the first wait for a deferred call does. It lives as long as the event has it."""
+
+    def __init__(self, buffer: EPBuffer, what: str, rest: Callable[[], Any], begun: Sending | None = None) -> None:
+        """`begun`: a dispatch of which only the counts were exchanged, which `rest` finishes."""
+        self.what, self.is_due = what, True
+        self._buffer, self._seat, self._rest, self._begun = buffer, buffer._seat, rest, begun
+
+    def __call__(self) -> Any:
+        """Makes it."""
+        if self._seat != self._buffer._seat:
+            text = f"the deferred {self.what} is one of before regroup(): its second half cannot be made"
+            raise errors.DeepEPError(errors.INVALID_STATE, text)
+        try:
+            return self._rest()
+        except BaseException as error:
+            if self._begun is not None:
+                cut_short(self._begun, error)
+            raise
+        finally:
+            self.is_due, self._begun = False, None
+
+    def __del__(self) -> None:
+        if self._begun is not None and self._seat == self._buffer._seat:  # nobody can finish it: the peers are told
+            cut_short(self._begun, RuntimeError("nobody waited for the event"))
 
 
 class EPBuffer(ElasticBuffer):
@@ -123,7 +151,8 @@ class EPBuffer(ElasticBuffer):
                 used.
             defer_epilogue: needs async_with_compute_stream. Only the event is returned; its first ``wait()`` returns
                 the received rows, indices, weights and the handle, and the buffer takes no other call until then. With
-                do_cpu_sync the counts are exchanged before it, the rows sent in it.
+                do_cpu_sync the counts are exchanged before it, the rows sent in it; if the event is dropped without,
+                the peers' dispatch ends with an error that names this rank, and all buffers work on.
 
         Returns:
             What ElasticBuffer.dispatch returns; with `defer_epilogue` an EventOverlap.
@@ -153,13 +182,17 @@ class EPBuffer(ElasticBuffer):
             if handle is not None:
                 result = self._mode.resend(sending, handle)
             elif defer and not sending.worst:
+                second = _SecondHalf(self, "dispatch", lambda: self._finish(sending, made), sending)
                 made = self._mode.begin(sending, known)
                 refer(made)
-                return self._defer("dispatch", EventOverlap(EventHandle()), lambda: self._finish(sending, made))
+                return self._defer(second, EventOverlap(EventHandle()))
             else:
                 result = self._mode.send(sending, known)
                 refer(result[3])
-        return self._defer("dispatch", result[4], lambda: self._given(result[:4])) if defer else result
+        if not defer:
+            return result
+        *received, event = result
+        return self._defer(_SecondHalf(self, "dispatch", lambda: self._given(tuple(received))), event)
 
     @native
     def combine(  # type: ignore[override]
@@ -202,7 +235,10 @@ class EPBuffer(ElasticBuffer):
                 x, handle, topk_weights, bias, num_sms, num_qps, previous_event, None, async_with_compute_stream,
                 allocate_on_comm_stream,
             )  # fmt: skip
-        return self._defer("combine", result[2], lambda: self._given(result[:2])) if defer else result
+        if not defer:
+            return result
+        *sums, event = result
+        return self._defer(_SecondHalf(self, "combine", lambda: self._given(tuple(sums))), event)
 
     def lb_get_theoretical_num_sms(self) -> int:
         """SMs that the two calls below take at most where they are given 0: an even number."""
@@ -274,18 +310,10 @@ class EPBuffer(ElasticBuffer):
                 redundant_expert_grads, expert_grads, redundancy_mapping, True, _even(num_sms), previous_event
             )
 
-    def _defer(self, what: str, event: EventOverlap, rest: Callable[[], Any]) -> EventOverlap:
+    def _defer(self, second: _SecondHalf, event: EventOverlap) -> EventOverlap:
         """The event of a call whose results its first wait gives; until then the buffer takes no other."""
-        self._deferred, seat = what, self._seat
-
-        def resume() -> Any:
-            if seat != self._seat:
-                text = f"the deferred {what} is one of before regroup(): its second half cannot be made"
-                raise errors.DeepEPError(errors.INVALID_STATE, text)
-            self._deferred = ""
-            return rest()
-
-        event.register_hook_after_wait(resume)
+        event.register_hook_after_wait(second)
+        self._deferred = weakref.ref(second)
         return event
 
     def _finish(self, sending: Sending, handle: EPHandle) -> tuple[Any, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import time
 
 import pytest
 import torch
@@ -412,6 +413,38 @@ def test_indices_by_reference(pool):
 def test_deferred(pool):
     """EPBuffer: results by the event's first wait; other calls are refused by name until then."""
     pool.run(4, rank_deferred)
+
+
+def rank_dropped(ctx):
+    exchange = elastic.expect(CASE, M)
+    with elastic.buffer_of(ctx, M, CASE.hidden, kind="EPBuffer") as buffer:
+        given = {"async_with_compute_stream": True, "defer_epilogue": True}
+        call = elastic.dispatch(ctx, buffer, exchange, CASE)
+        rows = ctx.to_device(torch.ones(len(call.recv_x), CASE.hidden, dtype=torch.bfloat16))
+        wanted = buffer.combine(rows, call.handle)[0]
+        own = call.own
+        inputs = elastic.x_of(ctx, own), ctx.to_device(own.topk_idx)
+        for late in (False, True):  # the event is dropped before or behind the peers' wait
+            event = buffer.dispatch(*inputs, num_experts=CASE.experts, expert_alignment=CASE.alignment, **given)
+            with pytest.raises(RuntimeError, match="deferred dispatch of this buffer was not waited for"):
+                buffer.release()
+            if ctx.rank == 1:
+                time.sleep(0.2 * late)
+                event = None
+            else:
+                with pytest.raises(RuntimeError, match="rank 1"):
+                    event.wait()
+            elastic.check(elastic.dispatch(ctx, buffer, exchange, CASE))
+        buffer.combine(rows, call.handle, **given)
+        assert torch.equal(buffer.combine(rows, call.handle)[0], wanted)
+        for options in ({"handle": call.handle}, {"topk_idx": inputs[1], "num_experts": 8, "do_cpu_sync": False}):
+            buffer.dispatch(inputs[0], **options, **given)
+            assert torch.equal(buffer.combine(rows, call.handle)[0], wanted)
+
+
+def test_deferred_and_dropped(pool):
+    """EPBuffer: an event that nobody has any more leaves the buffer usable; the peers of a dispatch hear of it."""
+    pool.run(4, rank_dropped)
 
 
 # ---- statistics, and callers who change torch's defaults
