@@ -614,6 +614,6 @@ def _received_scales(payload: Payload, rows: int, columns: bool) -> tuple[Option
         return None, (0, 0)
     count = payload.num_scales
     if not columns:
-        return _torch.like(payload.scales, rows, count), (count, 1)
+        return _torch.like(payload.scales, rows, count), (max(1, count), 1)
     stride = scale_column(rows)
     return _torch.like(payload.scales, count, stride).t()[:rows], (1, stride)

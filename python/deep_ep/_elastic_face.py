@@ -520,12 +520,12 @@ class ElasticFace:
         if scales is None:
             p.none()
         else:
-            count = constant(scales.shape[1])
+            count, step = constant(scales.shape[1]), constant(max(1, scales.shape[1]))
             args.num_scales = scales.shape[1]
             sources |= {"x_scales": address(SCALES), "scale_token_stride": stride(SCALES, 0)}
             sources |= {"scale_stride": stride(SCALES, 1)}
             sizes, strides = (
-                ((count, column), (constant(1), column)) if kind.columns else ((rows, count), (count, constant(1)))
+                ((count, column), (constant(1), column)) if kind.columns else ((rows, count), (step, constant(1)))
             )
             sources["recv_x_scales"] = p.output(scales.dtype, *sizes)
             sources |= {"recv_scale_token_stride": strides[0], "recv_scale_stride": strides[1]}

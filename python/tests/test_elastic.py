@@ -415,6 +415,23 @@ def test_deferred(pool):
     pool.run(4, rank_deferred)
 
 
+def rank_no_scales(ctx):
+    """Scales of no columns come as they go, by Python and by the face."""
+    x, scales = ctx.to_device(torch.ones(5, 64).bfloat16()), torch.zeros(5, 0, device=ctx.device)
+    idx = torch.zeros(5, 1, dtype=torch.int64, device=ctx.device)
+    with elastic.buffer_of(ctx, 8, 64) as buffer:
+        handle = buffer.dispatch(x, idx, num_experts=1)[3]
+        for columns in (False, True):
+            for given in ({"topk_idx": idx, "num_experts": 1}, {"handle": handle}):
+                for _ in range(3):
+                    (rows, received), *_ = buffer.dispatch((x, scales), **given, use_tma_aligned_col_major_sf=columns)
+                    assert torch.equal(rows, x) and received.shape == (5, 0)
+
+
+def test_no_scales(pool):
+    pool.run(1, rank_no_scales)
+
+
 def rank_dropped(ctx):
     exchange = elastic.expect(CASE, M)
     with elastic.buffer_of(ctx, M, CASE.hidden, kind="EPBuffer") as buffer:
