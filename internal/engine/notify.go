@@ -68,6 +68,9 @@ func (b *Buffer) Notify(a *op.NotifyArgs, c *Call) (token uint64, err error) {
 }
 
 func (b *Buffer) checkNotify(a *op.NotifyArgs) error {
+	if err := b.checkRouting(plan.NotifyRouting(a)); err != nil {
+		return err
+	}
 	if err := plan.NotifyRows(a).Check(b.top); err != nil {
 		return err
 	}

@@ -24,11 +24,8 @@ func (b *Buffer) checkRouting(r plan.Routing) error {
 	return r.Check(b.top)
 }
 
-// checkRoutedNotify checks what a notify with a routing has instead of a layout's counts.
+// checkRoutedNotify checks what a notify with a routing, which was checked, has instead of a layout's counts.
 func (b *Buffer) checkRoutedNotify(a *op.NotifyArgs) error {
-	if err := b.checkRouting(plan.NotifyRouting(a)); err != nil {
-		return err
-	}
 	h, some := a.Handle, a.NumTokens > 0
 	switch {
 	case a.NumTokensPerRank != 0 || a.NumTokensPerExpert != 0 || a.IsTokenInRank != 0:

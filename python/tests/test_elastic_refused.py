@@ -37,6 +37,12 @@ def wrong_dispatches(x, idx, weights, handle, expanded):
         ("no topk_idx", {"topk_idx": None}, ("topk_idx", "None")),
         ("topk_idx of floats", {"topk_idx": weights}, ("topk_idx", "float32")),
         ("topk_idx of other rows", {"topk_idx": idx[1:]}, ("topk_idx", "shape")),
+        (
+            "no choice",
+            {"topk_idx": idx[:, :0], "topk_weights": None, "do_cpu_sync": 0},
+            ("num_topk", "got 0", "1 to 32"),
+        ),
+        ("129 choices", {"topk_idx": idx.repeat(1, 43), "topk_weights": None}, ("num_topk", "got 129", "1 to 32")),
         ("weights as BF16", {"topk_weights": weights.bfloat16()}, ("topk_weights", "bfloat16")),
         ("weights of other width", {"topk_weights": weights[:, :1].contiguous()}, ("topk_weights", "shape")),
         ("no num_experts", {"num_experts": None}, ("num_experts", "None")),
