@@ -504,11 +504,17 @@ def rank_refused(ctx):
             return ops.combine(rows, None, None, None, matrix, source, head, buffer.name)[0]
 
         rows = torch.ones((len(source), 512), dtype=torch.bfloat16, device=ctx.device)
+        before = combine(rows)
         with pytest.raises(NotImplementedError, match="deep_ep.combine: torch.func.vmap is not supported"):
             torch.func.vmap(combine)(torch.stack([rows, rows]))
         for transform in (torch.func.grad, torch.func.jacrev):
             with pytest.raises(NotImplementedError, match="deep_ep.combine: a transform of torch.func is not"):
                 transform(lambda rows: combine(rows).sum())(rows)
+        forward = torch.autograd.forward_ad
+        with forward.dual_level(), pytest.raises(NotImplementedError, match="deep_ep.combine: forward-mode diff"):
+            combine(forward.make_dual(rows, rows))
+        with forward.dual_level():
+            assert torch.equal(combine(rows), before)
         with pytest.raises(ValueError, match=r"argument buffer: got 'nobody', allowed the name of a buffer .*'.+'"):
             ops.layout(given[2], CASE.experts, "nobody")
         with pytest.raises(TypeError, match="argument x: got dtype torch.float32, allowed torch.bfloat16"):

@@ -33,6 +33,19 @@ def _requires_grad(*args: Any) -> bool:
 
 _any_requires_grad: Callable[..., bool] = getattr(_C, "_any_requires_grad", _requires_grad)  # not in torch 2.4
 
+_forward_ad: Any = torch.autograd.forward_ad
+
+
+def _has_tangent(*args: Any) -> bool:
+    """Whether forward-mode differentiation is on, and an argument, or a tensor in a list among them, takes part."""
+    return getattr(_forward_ad, "_current_level", 0) >= 0 and any(
+        _has_tangent(*arg)
+        if isinstance(arg, (list, tuple))
+        else isinstance(arg, torch.Tensor) and _forward_ad.unpack_dual(arg).tangent is not None
+        for arg in args
+    )
+
+
 Kernel = Callable[..., Any]
 # gradient(below, *args): the results of a call with an argument that requires grad; below(*args) is the operator
 # without autograd.
@@ -74,6 +87,8 @@ def define(name: str, signature: str, kernel: Kernel, fake: Kernel, gradient: Gr
     # A compiled caller's frames stay dynamo's business while it runs: kernels are opaque, or it would trace them.
     @opaque
     def autograd(keys: Any, *args: Any) -> Any:
+        if _has_tangent(*args):
+            raise unsupported(name, "forward-mode differentiation", "use backward")
         wanted = torch.is_grad_enabled() and _any_requires_grad(*args)
         if not wanted and _key_number is not None and _key_number(keys) in _plain_keys:
             return kernel(*args)
