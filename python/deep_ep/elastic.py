@@ -818,7 +818,8 @@ def _read_key(join: object) -> tuple[str, int]:
     if not isinstance(join, str):
         raise type_error("join", type(join).__name__, "the join_key of a buffer of V2")
     key, mark, ranks = join.rpartition(KEY_MARK)
-    if not mark or not ranks.isascii() or not ranks.isdigit() or not 1 <= int(ranks) <= MAX_RANKS:
+    is_number = ranks.isascii() and ranks.isdigit() and len(ranks) <= len(str(MAX_RANKS))
+    if not mark or not is_number or not 1 <= int(ranks) <= MAX_RANKS:
         raise value_error("join", repr(join), "the join_key of a buffer of V2")
     return key, int(ranks)
 
