@@ -515,6 +515,11 @@ def rank_refused(ctx):
             combine(forward.make_dual(rows, rows))
         with forward.dual_level():
             assert torch.equal(combine(rows), before)
+        for on_meta in (0, 1, 4):  # torch takes the fake kernel then, whose results hold anything
+            mixed = [rows, torch.zeros_like(given[0]), None, None, matrix, source, head, buffer.name]
+            mixed[on_meta] = mixed[on_meta].to("meta")
+            with pytest.raises(ValueError, match="argument .*: got a tensor on c.*, allowed one on meta"):
+                ops.combine(*mixed)
         with pytest.raises(ValueError, match=r"argument buffer: got 'nobody', allowed the name of a buffer .*'.+'"):
             ops.layout(given[2], CASE.experts, "nobody")
         with pytest.raises(TypeError, match="argument x: got dtype torch.float32, allowed torch.bfloat16"):

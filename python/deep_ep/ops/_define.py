@@ -74,6 +74,21 @@ def _without_sharing(kernel: Kernel) -> Kernel:
     return apart
 
 
+def _without_ordinary(operator: Any, fake: Kernel) -> Kernel:
+    """The fake kernel, which torch calls where any tensor is on meta: beside ordinary ones it would make up results."""
+    names = [argument.name for argument in operator._schema.arguments]
+
+    def alone(*args: Any) -> Any:
+        for name, arg in zip(names, args, strict=False):  # those that have their default are left out
+            for one in arg if isinstance(arg, (list, tuple)) else (arg,):
+                is_ordinary = type(one) in (torch.Tensor, torch.nn.Parameter) and one.device.type != "meta"
+                if is_ordinary and name != "ticket":  # which is on the CPU always
+                    raise errors.value_error(name, f"a tensor on {one.device}", "one on meta, as another argument is")
+        return fake(*args)
+
+    return alone
+
+
 def define(name: str, signature: str, kernel: Kernel, fake: Kernel, gradient: Gradient) -> Any:
     """Defines ``deep_ep::name`` for CPU and CUDA tensors; returns its overload in torch.ops.
 
@@ -112,7 +127,7 @@ def define(name: str, signature: str, kernel: Kernel, fake: Kernel, gradient: Gr
         library.impl(name, opaque(kernel), backend)
     library.impl(name, autograd, "Autograd", with_keyset=True)
     library.impl(name, refuse, "FuncTorchBatched")
-    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=library)
+    torch.library.register_fake(f"{NAMESPACE}::{name}", _without_ordinary(operator, fake), lib=library)
     return operator
 
 
