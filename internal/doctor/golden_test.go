@@ -201,7 +201,11 @@ var hosts = []struct {
 		return h
 	}},
 	{"settings-misspelt", ForAny, "", func() *host {
-		return plainHost().setenv("DEEPEP_TIMEOUT=5", "DEEPEP_ENGINE=cpu", "DEEPEP_LIBRARY=/opt/libdeepep.so", "DEEPEP_ZERO_COPY_BYTES=0", "DEEPEP_NUM_QPS_PER_RANK=8")
+		return plainHost().setenv("DEEPEP_TIMEOUT=5", "DEEPEP_ENGINE=cpu", "DEEPEP_LIBRARY=/opt/libdeepep.so", "DEEPEP_ZERO_COPY_BYTES=0", "DEEPEP_NUM_QPS_PER_RANK=8",
+			"DEEPEP_BUILD=cpu", "DEEPEP_RECYCLE_OUTPUTS=0", "DEEPEP_TORCH_FACE=1")
+	}},
+	{"settings-switch-bad", ForCPU, "settings", func() *host {
+		return plainHost().setenv("DEEPEP_RECYCLE_OUTPUTS=off", "DEEPEP_TORCH_FACE= 0 ")
 	}},
 	{"gpu-without-library", ForAny, "library", func() *host {
 		h := gpuHost("InfiniBand")

@@ -9,8 +9,14 @@ import (
 	"github.com/deepep-go/deepep/internal/plan"
 )
 
-// otherSettings are variables that the Python package reads instead of env.
-var otherSettings = []string{"DEEPEP_LIBRARY"}
+// otherSettings are variables that something else than env reads: the Python package, and the build.
+var otherSettings = []string{"DEEPEP_LIBRARY", "DEEPEP_BUILD", recycleOutputs, torchFace}
+
+// Switches that the Python package reads: 0 or 1.
+const (
+	recycleOutputs = "DEEPEP_RECYCLE_OUTPUTS"
+	torchFace      = "DEEPEP_TORCH_FACE"
+)
 
 // checkSettings parses this library's variables as the constructor does, and finds names that the library does not
 // read.
@@ -29,6 +35,7 @@ func checkSettings(e *exam) {
 			Fix: "give it one of the allowed values, or unset it (docs/environment.md)"})
 		return
 	}
+	e.switches(recycleOutputs, torchFace)
 	e.queueSettings(&s.RDMA)
 	set := 0
 	for _, kv := range e.root.Environ {
@@ -46,6 +53,18 @@ func checkSettings(e *exam) {
 	}
 	e.ok(Line{Read: fmt.Sprintf("engine %s, longest wait %v, %s set", s.Engine, s.Timeout, plural(set, "DEEPEP variable")), File: "environment",
 		Facts: map[string]string{"engine": s.Engine, "timeout": s.Timeout.String()}})
+}
+
+// switches checks what the Python package refuses.
+func (e *exam) switches(names ...string) {
+	for _, name := range names {
+		v, _ := e.root.env(name)
+		if v = strings.TrimSpace(v); v == "" || v == "0" || v == "1" {
+			continue
+		}
+		e.fail(Line{Subject: name, Read: fmt.Sprintf("got %q, allowed 0 or 1", v), File: "environment",
+			Cause: "the Python package refuses a setting that it cannot read", Fix: "give it one of the allowed values, or unset it (docs/environment.md)"})
+	}
 }
 
 // queueSettings asks what construction asks: whether the settings of queue pairs agree with each other and with the

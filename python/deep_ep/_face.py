@@ -11,7 +11,6 @@ import ctypes
 import functools
 import importlib.machinery
 import importlib.util
-import os
 import struct
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,7 +20,7 @@ from . import _abi, _torch
 from ._lib import library
 from ._native import Launch
 from ._torch import DType
-from .errors import DeepEPError, value_error
+from .errors import DeepEPError, switch
 from .utils.event import EventHandle
 
 SETTING = "DEEPEP_TORCH_FACE"
@@ -102,10 +101,7 @@ class SecondHalf:
 @functools.cache
 def load() -> Any:
     """The module, or None if it is turned off, is not there, or does not fit this torch. `missing` says why."""
-    text = os.environ.get(SETTING, "1")
-    if text not in ("0", "1"):
-        raise value_error(SETTING, repr(text), "0 or 1")
-    if text == "0":
+    if not switch(SETTING):
         missing.append(f"{SETTING}=0")
         return None
     try:

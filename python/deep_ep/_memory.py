@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,7 +13,7 @@ import torch
 
 from . import _torch
 from ._torch import CPU, Tensor
-from .errors import value_error
+from .errors import switch
 
 RECYCLE = "DEEPEP_RECYCLE_OUTPUTS"
 _storage_uses: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
@@ -22,10 +21,7 @@ _storage_uses: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Cou
 
 def recycling() -> bool:
     """Whether memory of outputs may be used again: DEEPEP_RECYCLE_OUTPUTS, 1 unless it is set."""
-    text = os.environ.get(RECYCLE, "1")
-    if text not in ("0", "1"):
-        raise value_error(RECYCLE, repr(text), "0 or 1")
-    return text == "1" and _every_holder_counts()
+    return switch(RECYCLE) and _every_holder_counts()
 
 
 class _Block:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import os
 import warnings
 from typing import Any
 
@@ -62,6 +63,14 @@ class DeepEPNotImplementedError(DeepEPError, NotImplementedError):
 def value_error(name: str, given: object, allowed: str) -> DeepEPValueError:
     """The error for an argument whose value is not allowed."""
     return DeepEPValueError(INVALID_ARGUMENT, f"argument {name}: got {given}, allowed {allowed}")
+
+
+def switch(variable: str) -> bool:
+    """A setting of the environment that is 0 or 1; 1 where it is not set, or empty."""
+    text = os.environ.get(variable, "").strip() or "1"
+    if text not in ("0", "1"):
+        raise DeepEPValueError(INVALID_ARGUMENT, f"variable {variable}: got {text!r}, allowed 0 or 1")
+    return text == "1"
 
 
 def type_error(name: str, given: object, allowed: str) -> DeepEPTypeError:

@@ -714,7 +714,7 @@ def test_asynchronous_calls_are_ordered_as_pythons(tmp_path, stream):
     assert lines["1"][-1]["through the face"] >= 2 * (3 * (6 + 10) + 2)
 
 
-@pytest.mark.parametrize(("text", "want"), (("0", "DEEPEP_TORCH_FACE=0"), ("2", "argument DEEPEP_TORCH_FACE: got '2'")))
+@pytest.mark.parametrize(("text", "want"), (("0", "DEEPEP_TORCH_FACE=0"), ("2", "variable DEEPEP_TORCH_FACE: got '2'")))
 def test_setting(text, want):
     program = "from deep_ep import _face\nassert _face.load() is None\nprint(_face.missing)"
     done = subprocess.run(

@@ -522,7 +522,7 @@ def rank_switched_off(ctx):
     ctx.barrier()
     with (
         mock.patch.dict("os.environ", {"DEEPEP_RECYCLE_OUTPUTS": "no"}),
-        pytest.raises(DeepEPError, match="DEEPEP_RECYCLE_OUTPUTS: got 'no', allowed 0 or 1"),
+        pytest.raises(DeepEPError, match="variable DEEPEP_RECYCLE_OUTPUTS: got 'no', allowed 0 or 1"),
         buffer_of(ctx, CASE, B),
     ):
         pass

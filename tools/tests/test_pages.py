@@ -52,6 +52,20 @@ def test_settings_are_read(page: str) -> None:
     assert missing_settings(text_of(page)) == set()
 
 
+def undocumented_settings(page: str) -> set[str]:
+    """Variables that the library reads when it runs and that the page of settings does not have."""
+    paths = [*(ROOT / "internal" / "env").glob("*.go"), *(ROOT / "python" / "deep_ep").rglob("*.py")]
+    text = "\n".join(path.read_text() for path in paths if not path.name.endswith("_test.go"))
+    statuses = r'(?!OK"|PENDING"|ERROR_)'
+    names = re.findall(rf'"((?:DEEPEP|DEEP_EP|EP|NUM)_{statuses}[A-Z_]+)"', text)
+    return {name for name in names if f"`{name}`" not in page}
+
+
+def test_settings_are_documented() -> None:
+    assert undocumented_settings(text_of("environment")) == set()
+    assert undocumented_settings("") > {"DEEPEP_ENGINE", "DEEPEP_LIBRARY", "EP_BUFFER_DEBUG"}
+
+
 def wrong_make(text: str) -> list[str]:
     """Targets and settings of make commands that the Makefile does not have."""
     makefile = (ROOT / "Makefile").read_text()
