@@ -29,7 +29,7 @@ type BufferOptions struct {
 	NumQPsPerRank int    // queue pairs toward each rank of another node; 0: 24
 	DisableNVLink bool   // low-latency calls use RDMA inside a node as well: V1's allow_nvlink_for_low_latency_mode = False
 	AllowMNNVL    bool   // GPUs of several nodes: NVSHMEM may use NVLink between hosts, where there is one
-	UseFabric     bool   // share memory by fabric handles
+	UseFabric     bool   // refused (ErrUnsupported): memory is shared by file descriptors
 	Shrink        bool   // calls go on without ranks that are lost, which are masked
 	Preinitialize bool   // NewBuffer brings in memory that the first calls would bring in
 	Background    bool   // NewBuffer returns at once; the first operation waits for the start

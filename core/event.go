@@ -14,7 +14,7 @@ type Call struct {
 	Stream   uintptr // the caller's current stream; 0: the default one
 	Previous *Event  // the operation begins after this event instead of after the present work of Stream
 	Event    *Event  // recorded at the operation's end
-	Config   *Config // of normal-mode operations; nil: the default for the group's size
+	Config   *Config // of normal-mode operations; nil: the default chunks, and the library's choice of SMs
 }
 
 // engine is the call in the engine's types.

@@ -164,7 +164,7 @@ typedef struct deepep_buffer_options {
                                DEEPEP_NUM_QPS_PER_RANK, if set, wins */
   int32_t allow_nvlink_for_low_latency_mode; /* 0: low-latency calls reach also ranks of this node by RDMA */
   int32_t allow_mnnvl;                       /* 1: "cuda", several nodes: NVSHMEM may use NVLink between hosts */
-  int32_t use_fabric;                        /* 1: share memory by fabric handles */
+  int32_t use_fabric;                        /* 1: refused (UNSUPPORTED): memory is shared by file descriptors */
   int32_t enable_shrink;                     /* 1: calls go on without lost ranks, which are masked */
   int32_t preinitialize;                     /* 1: bring memory in now that the first calls would bring in: on GPUs the
                                                 regions, with "cpu" up to DEEPEP_PREINIT_BYTES (256 MiB) */
@@ -512,7 +512,7 @@ typedef struct deepep_call {
   void *stream;                  /* [in] the caller's current stream */
   deepep_event_t previous_event; /* [in] or NULL */
   deepep_event_t event;          /* [in] recorded at the call's end, or NULL. Made by deepep_event_create */
-  const deepep_config *config;   /* [in] NULL: the default for this many ranks */
+  const deepep_config *config;   /* [in] NULL: the chunks of deepep_config_default, and the library's choice of SMs */
 } deepep_call;
 #define DEEPEP_CALL_INIT {sizeof(deepep_call), 0, NULL, NULL, NULL, NULL}
 
@@ -798,7 +798,7 @@ typedef struct deepep_ll_dispatch_args {
   int32_t flags;          /* DEEPEP_LL_ROUND_SCALE, DEEPEP_LL_UE8M0 */
   int32_t num_tokens;     /* T, at most num_max_tokens */
   int32_t num_max_tokens; /* B, the same on all ranks */
-  int32_t hidden;         /* H */
+  int32_t hidden;         /* H, a multiple of 8; of 128 with use_fp8, of 512 with DEEPEP_LL_UE8M0 */
   int32_t num_topk;       /* K, 1 or more */
   int32_t num_experts;    /* E, a multiple of R */
   int32_t index_type;     /* of topk_idx: DEEPEP_INT32 or DEEPEP_INT64 */
@@ -845,7 +845,7 @@ typedef struct deepep_ll_combine_args {
   int32_t flags;                 /* DEEPEP_LL_LOGFMT, DEEPEP_LL_ZERO_COPY, DEEPEP_LL_UNREDUCED */
   int32_t num_tokens;            /* T, at most num_max_tokens */
   int32_t num_max_tokens;        /* B, the same on all ranks */
-  int32_t hidden;                /* H */
+  int32_t hidden;                /* H, a multiple of 8; of 128 with DEEPEP_LL_LOGFMT */
   int32_t num_topk;              /* K, 1 or more */
   int32_t num_experts;           /* E, a multiple of R */
   int32_t index_type;            /* of topk_idx: DEEPEP_INT32 or DEEPEP_INT64 */

@@ -259,7 +259,7 @@ type LLDispatchArgs struct {
 	Flags        Flags  // LLRoundScale, LLUE8M0
 	NumTokens    int32  // T, at most NumMaxTokens
 	NumMaxTokens int32  // B, the same on all ranks
-	Hidden       int32  // H
+	Hidden       int32  // H, a multiple of 8; of 128 with UseFP8, of 512 with LLUE8M0
 	NumTopK      int32  // K, 1 or more
 	NumExperts   int32  // E, a multiple of R
 	IndexType    Type   // of TopKIdx: Int32 or Int64
@@ -301,7 +301,7 @@ type LLCombineArgs struct {
 	Flags             Flags   // LLLogFMT, LLZeroCopy, LLUnreduced
 	NumTokens         int32   // T, at most NumMaxTokens
 	NumMaxTokens      int32   // B, the same on all ranks
-	Hidden            int32   // H
+	Hidden            int32   // H, a multiple of 8; of 128 with LLLogFMT
 	NumTopK           int32   // K, 1 or more
 	NumExperts        int32   // E, a multiple of R
 	IndexType         Type    // of TopKIdx: Int32 or Int64

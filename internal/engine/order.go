@@ -17,7 +17,7 @@ type Call struct {
 	Stream   uintptr    // the caller's current stream
 	Previous *Event     // the operation begins after it, instead of after Stream
 	Event    *Event     // recorded at the operation's end
-	Config   *op.Config // nil: the default for this many ranks
+	Config   *op.Config // nil: the default chunks for this many ranks, and the library's choice of SMs
 }
 
 // order is where the newest operation runs. The next one is ordered after it, on any stream.

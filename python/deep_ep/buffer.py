@@ -460,7 +460,7 @@ class Buffer:
             topk_weights: ``[T, K]`` float32.
             expert_alignment: the counts of the list are rounded up to multiples of it.
             num_worst_tokens: > 0: outputs have that many rows and the host does not wait; needs top-k.
-            config: None: the default for this many ranks.
+            config: None: the default chunks for this many ranks, with the SMs of set_num_sms or the library's choice.
             previous_event, async_finish, allocate_on_comm_stream: as in get_dispatch_layout.
             global_expert_id_offset: is added to the entries of recv_topk_idx but -1; e.g. the rank's first expert.
 
