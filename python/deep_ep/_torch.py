@@ -457,8 +457,8 @@ def not_a_group(group: object) -> Exception:
     import torch.distributed as dist
 
     if group is None:
-        allowed = "a torch.distributed group (dist.group.WORLD is None before init_process_group), or"
-        return type_error("group", "None", f"{allowed} another way for the ranks to meet: comm of Buffer, or bootstrap")
+        allowed = "a torch.distributed group (dist.group.WORLD is None before init_process_group), or another way"
+        return value_error("group", "None", f"{allowed} for the ranks to meet: comm of Buffer, or bootstrap")
     if type(group) is int and group == dist.GroupMember.NON_GROUP_MEMBER:
         allowed = "a group that this rank is in: new_group() of other ranks gives it this"
         return type_error("group", "GroupMember.NON_GROUP_MEMBER", allowed)

@@ -86,6 +86,8 @@ def rank_construction(ctx):
         ("too much memory", {"num_nvl_bytes": 1 << 60}, ("num_nvl_bytes", str(1 << 60))),
     ]
     complaints = refusals(Buffer, good, wrong)
+    with pytest.raises(ValueError, match="init_process_group"):  # V1's kind
+        Buffer(None)
     with normal.buffer_of(ctx) as buffer:
         normal.dispatch_and_check(ctx, buffer, CASE)
     return complaints
