@@ -37,7 +37,7 @@ rank, a line for each operation. Ranks of one host share a clock.`,
 	}
 	f.pages.register(cmd)
 	cmd.Flags().StringVarP(&f.output, "output", "o", "deepep-trace.json", "file to write, - for standard output")
-	cmd.Flags().IntVarP(&f.last, "last", "n", 1<<30, "only the last N calls of each rank")
+	cmd.Flags().IntVarP(&f.last, "last", "n", monitor.DefaultTrace, "only the last N calls of each rank")
 	return cmd
 }
 
