@@ -85,6 +85,23 @@ def test_build_with_pkg_config(installed: pathlib.Path, user: pathlib.Path) -> N
     run(user / "program", LD_LIBRARY_PATH=str(installed / "lib"))
 
 
+@pytest.mark.skipif(shutil.which("pkg-config") is None, reason="needs pkg-config")
+def test_the_page_for_c_programs(installed: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    """Its program, built and run by its commands, and its CMake file."""
+    blocks = re.findall(r"^```(\w+)\n(.*?)^```", (ROOT / "docs" / "c.md").read_text(), re.M | re.S)
+    build, cmake, program, start = [text for _, text in blocks]
+    assert [kind for kind, _ in blocks] == ["sh", "cmake", "cpp", "sh"]
+    (tmp_path / "main.cpp").write_text(program)
+    run("sh", "-ec", build.replace("/opt/deepep", str(installed)), cwd=tmp_path)
+    printed = run("sh", "-ec", start, cwd=tmp_path, DEEPEP_ENGINE="cpu")
+    assert sorted(printed.splitlines()) == [f"rank {rank} of 2, engine cpu" for rank in range(2)]
+    if shutil.which("cmake") is not None:
+        (tmp_path / "CMakeLists.txt").write_text(cmake)
+        run("cmake", "-S", tmp_path, "-B", tmp_path / "build", f"-DCMAKE_PREFIX_PATH={installed}")
+        run("cmake", "--build", tmp_path / "build")
+        assert (tmp_path / "build" / "program").is_file()
+
+
 @pytest.mark.skipif(shutil.which("cmake") is None, reason="needs cmake")
 def test_build_with_cmake(installed: pathlib.Path, user: pathlib.Path) -> None:
     (user / "CMakeLists.txt").write_text(CMAKE.replace("@VERSION@", version()))

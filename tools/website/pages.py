@@ -7,7 +7,7 @@ GUIDES: dict[str, list[str]] = {
     "Start": ["docs/migrating", "docs/selftest", "docs/frameworks", "docs/troubleshooting", "中文 <README.zh>"],
     "Use": [
         *("docs/overlap", "docs/streams", "docs/ownership", "docs/errors", "docs/operators", "docs/elastic"),
-        *("docs/plan", "docs/memory", "docs/transformers", "docs/go"),
+        *("docs/plan", "docs/memory", "docs/transformers", "docs/c", "docs/go"),
     ],
     "Operate": [
         *("docs/environment", "docs/startup", "docs/tuning", "docs/doctor", "docs/monitoring", "docs/reliability"),
