@@ -95,6 +95,11 @@ class Buffer:
             `warmup()`; T is also its B of low-latency calls. 0: not known.
 
     Attributes:
+        group, num_nvl_bytes, num_rdma_bytes, low_latency_mode, explicitly_destroy, enable_shrink: as given; `group` is
+            `comm` where there is no group.
+        rank, group_size: this rank's number and R; `regroup` changes them.
+        engine: "cpu" or "cuda", also where "auto" was asked for.
+        runtime: what code for V1 asks of the extension object: a Runtime.
         name: names the buffer in operators (deep_ep.ops): that of its group, with a number behind it while another
             buffer of the group has it.
 
@@ -1052,7 +1057,17 @@ class Buffer:
     def get_low_latency_rdma_size_hint(
         num_max_dispatch_tokens_per_rank: int, hidden: int, num_ranks: int, num_experts: int
     ) -> int:
-        """Bytes of `num_rdma_bytes` that low-latency calls of this shape need."""
+        """Bytes of `num_rdma_bytes` that low-latency calls of this shape need.
+
+        Args:
+            num_max_dispatch_tokens_per_rank: B, the most tokens that a rank dispatches in one call.
+            hidden: H, channels of a BF16 row.
+            num_ranks: R.
+            num_experts: E of all ranks together, a multiple of R.
+
+        Raises:
+            DeepEPError (also a ValueError or TypeError): a number is not allowed.
+        """
         return low_latency_size_hint(num_max_dispatch_tokens_per_rank, hidden, num_ranks, num_experts)
 
     @staticmethod

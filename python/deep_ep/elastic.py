@@ -76,7 +76,8 @@ class ElasticBuffer(BufferBase):
         prefer_overlap_with_compute: accepted; calls take few SMs in any case.
         sl_idx: accepted.
         num_allocated_qps: queue pairs that num_qps may name; 0: 129 on several domains, else 17.
-        num_cpu_timeout_secs, num_gpu_timeout_secs: longest wait for a living peer; the lower one counts.
+        num_cpu_timeout_secs, num_gpu_timeout_secs: longest wait for a living peer; the lower one counts. With both at
+            their defaults it is DEEPEP_TIMEOUT_MS, or 100 s.
         explicitly_destroy: True: destroy() may be called; False: the finalizer frees.
         enable_shrink: calls go on without ranks that are masked, dead or late, as with Buffer; masks are allowed.
         engine: "cpu", "cuda", or "auto" or None: DEEPEP_ENGINE, or CUDA where a device and its library are there.
@@ -85,6 +86,16 @@ class ElasticBuffer(BufferBase):
         join: the `join_key` of a buffer of V2, whose group takes this process in with its next `regroup`; the
             constructor returns after that. `group` is None, the other arguments are those of the group's buffers.
         join_rank: with `join`: the lost rank whose place the process asks for; None: any.
+
+    Attributes:
+        rank_idx, num_ranks: this rank's number and R.
+        num_rdma_ranks, num_nvlink_ranks: the physical domains: nodes, and ranks of one.
+        num_scaleout_ranks, num_scaleup_ranks: the logical domains, and ranks of one.
+        scaleout_rank_idx, scaleup_rank_idx: this rank's logical domain, and its place in it.
+        num_bytes, num_allocated_qps: as given, or what was chosen.
+        group, num_max_tokens_per_rank, hidden, num_topk and the flags: as given.
+        name: as of Buffer.
+        nccl_comm_handle: None.
 
     Raises:
         DeepEPError: also a ValueError or TypeError where an argument is wrong; names the ranks that disagree, are late
