@@ -347,6 +347,8 @@ def rank_life(ctx):
         ((x.to_sparse(), scores), {}, TypeError, "argument x: got a tensor of layout torch.sparse_coo"),
         ((x[0, 0], scores), {}, ValueError, r"argument x: got shape \[\]"),
         ((x, "scores"), {}, TypeError, "argument scores: got str"),
+        ((x, scores), {"topk_idx": idx}, ValueError, "argument topk_idx: got a routing beside scores"),
+        ((x, scores), {"topk_weights": weights}, ValueError, "argument topk_weights: got a routing beside scores"),
         ((x, scores[:, 1:]), {}, ValueError, rf"argument scores: got shape .*, allowed \[\.\.\., {EXPERTS}\]"),
         ((x,), {"topk_idx": idx, "topk_weights": 1}, TypeError, "argument topk_weights: got int"),
         ((x,), {"topk_idx": idx, "topk_weights": weights[:, 1:]}, ValueError, "argument topk_weights: got shape"),

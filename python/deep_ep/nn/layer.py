@@ -334,6 +334,9 @@ class ExpertParallel(nn.Module):
     def _routed(self, scores: Tensor | None, idx: Tensor | None, weights: Tensor | None) -> Routing:
         """The layer's routing, or the caller's, which has no probabilities."""
         if scores is not None:
+            for name, given in (("topk_idx", idx), ("topk_weights", weights)):
+                if given is not None:
+                    raise value_error(name, "a routing beside scores", "None, or scores=None")
             return self.route(_rows_of("scores", scores, self.num_experts))
         if idx is None or weights is None:
             raise value_error("scores", "None", "scores, or topk_idx and topk_weights")
