@@ -7,6 +7,7 @@ it from an error, regroup without it and go on, its experts now on other ranks. 
 imports torch, finds the group by its key and joins; the loop takes it in between two steps. The picture has the tokens
 per second of all ranks, and the times between completed steps of rank 0. Exit status 0 means that each step's sums were
 right and that no change of the group took a survivor longer than --gap seconds, from step to step, detection apart.
+The picture needs matplotlib.
 """
 
 from __future__ import annotations

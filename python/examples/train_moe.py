@@ -9,6 +9,8 @@ in a single process that does not use `deep_ep` at all: the losses must be the s
     python python/examples/train_moe.py --engine cuda          # rank r on GPU r % number of GPUs
     python python/examples/train_moe.py --corrupt-row 5        # damage one received row: the proof must fail
 
+Needs matplotlib, plotext and rich, which `make run` installs; elsewhere pip install '.[examples]' in a checkout.
+
 Exit status: 0 if the proof holds, 1 if not (or if the run failed), 2 for wrong arguments.
 """
 

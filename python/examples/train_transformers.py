@@ -6,7 +6,7 @@
 Four processes on the CPU engine share a small Mixtral with random weights. Each trains on sequences of its own, each
 continues a prompt of its own, and together they save a checkpoint, which stock transformers then loads: its loss is
 compared with that of the spread model. Nothing is downloaded. Needs transformers:
-pip install 'deepep-go[transformers]'.
+pip install transformers==5.23.0.
 """
 
 from __future__ import annotations

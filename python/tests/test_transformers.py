@@ -272,9 +272,10 @@ def rank_refused(ctx):
     refused("spread over ranks already", sharded_of(ctx, stock_of("mixtral")))
     refused("a model of transformers", torch.nn.Linear(1, 1), TypeError)
     refused("float64", stock_of("mixtral").double(), TypeError)
+    transformers = importlib.import_module("transformers")  # another object once it has imported a model
     version, transformers.__version__ = transformers.__version__, "4.57.0"
     try:
-        refused("version 4.57.0", stock_of("mixtral"))
+        refused(r"version 4.57.0, .*: pip install 'transformers==5.23\.\*'", stock_of("mixtral"))
     finally:
         transformers.__version__ = version
     stock = stock_of("mixtral")

@@ -33,7 +33,7 @@ MODEL_TYPES = {
 }
 """Supported model types, with the class that holds a layer's experts."""
 
-_INSTALL = "pip install 'deepep-go[transformers]'"
+_INSTALL = f"pip install 'transformers=={VERSION}.*'"
 _NAME = "deep_ep"  # of our implementation, in transformers' interface
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _STACKED = ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias")  # [E, …]
