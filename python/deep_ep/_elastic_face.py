@@ -17,7 +17,7 @@ from ._core import Core, Ordered, Ordering
 from ._elastic import TENSORS, Combined, Dispatched, ElasticMode, EPHandle, Order, Sending, Shape, scale_column
 from ._face import DATA, HANDLE, Entry, Given, New, Program, Site, Source, address, constant, number, size, stride
 from ._native import Launch
-from ._normal_face import EXCHANGE, POLL_NS, Missing
+from ._normal_face import EXCHANGE, Missing, counts_waiter
 from ._torch import BF16, FLOAT32, INDEX_TYPES, INT32, OptionalTensor, Tensor
 from .utils.event import EventOverlap, no_event
 
@@ -63,7 +63,7 @@ class ElasticFace:
     def __init__(self, core: Core, mode: ElasticMode) -> None:
         self._core, self._mode = core, mode
         self._lib = core.native.lib.with_gil
-        self._poll, self._wait_address = _face.load().poll_counts, _face.address_of(self._lib.deepep_wait_counts)
+        self._wait_counts = counts_waiter(core)
         self._notify = Site(core, _FRESH, 7, 1, strided=(SCALES,))
         self._send = Site(core, (*_FRESH, *_MADE[:METADATA], *_MADE[SLOTS:], _ROWS), 6, 8, strided=(SCALES,))
         self._worst = Site(core, (*_FRESH, _ROWS), 7, 3, strided=(SCALES,))
@@ -252,17 +252,6 @@ class ElasticFace:
             if launch is not None:
                 order.launch = launch
         order.cancel(token, error)
-
-    def _wait_counts(self, token: int, num_local_experts: int) -> tuple[int, list[int]]:
-        native = self._core.native
-        if not self._core.host_stream:
-            handle = native._as_parameter_.value or 0
-            got = self._poll(self._wait_address, handle, token, num_local_experts, POLL_NS)
-            if type(got) is tuple:
-                return got
-            if got != errors.PENDING:
-                raise native.during_wait(native.lib.error(got))
-        return native.wait_counts(token, num_local_experts)
 
     # ---- plans, from a call of their kind that has passed every check
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Callable
 from typing import Any
 
 from . import _abi, _face, _torch, errors
@@ -45,6 +46,23 @@ class Missing:
         return None if key is None else cls(key, recv_x)
 
 
+def counts_waiter(core: Core) -> Callable[[int, int], tuple[int, list[int]]]:
+    """A function of an exchange's token and the number of local experts, which waits for the counts: rows, experts'."""
+    native, waits = core.native, _face.address_of(core.native.lib.with_gil.deepep_wait_counts)
+    poll = functools.partial(_face.load().poll_counts, waits, native._as_parameter_.value or 0)
+
+    def wait(token: int, num_local_experts: int) -> tuple[int, list[int]]:
+        if not core.host_stream:
+            got = poll(token, num_local_experts, POLL_NS)
+            if type(got) is tuple:
+                return got
+            if got != errors.PENDING:
+                raise native.during_wait(native.lib.error(got))
+        return native.wait_counts(token, num_local_experts)
+
+    return wait
+
+
 class NormalFace:
     """The sites of one buffer's normal-mode calls."""
 
@@ -57,8 +75,7 @@ class NormalFace:
     def __init__(self, core: Core, row_cache: RowCache) -> None:
         self._core, self._row_cache = core, row_cache
         self._lib = core.native.lib.with_gil
-        waits, buffer = _face.address_of(self._lib.deepep_wait_counts), core.native._as_parameter_.value or 0
-        self._poll = functools.partial(_face.load().poll_counts, waits, buffer)
+        self._wait_counts = counts_waiter(core)
         handle = (), _ROWS, _ROWS  # rank_prefix_matrix, send_head, recv_src_idx
         self._layout = Site(core, (_ROWS,), 1, 0)
         self._notify = Site(core, _FRESH, 2, 1, strided=(SCALES,))
@@ -213,16 +230,6 @@ class NormalFace:
         if core.host_stream and self._row_cache.serves(rows * x.shape[1] * x.itemsize):
             return self._row_cache.empty((rows, x.shape[1]), x.dtype), -1, 0
         return None, -1, 0
-
-    def _wait_counts(self, token: int, num_local_experts: int) -> tuple[int, list[int]]:
-        native = self._core.native
-        if not self._core.host_stream:
-            got = self._poll(token, num_local_experts, POLL_NS)
-            if type(got) is tuple:
-                return got
-            if got != errors.PENDING:
-                raise native.during_wait(native.lib.error(got))
-        return native.wait_counts(token, num_local_experts)
 
     # ---- plans, from a call of their kind that has passed every check
 
