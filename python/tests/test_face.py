@@ -31,7 +31,7 @@ def sites_of(buffer):
 
 
 class Counted:
-    """Stands for Site.call, and notes what comes back."""
+    """Stands for a function of a Site, and notes what comes back."""
 
     def __init__(self, call, got):
         self.call, self.got = call, got
@@ -41,11 +41,17 @@ class Counted:
         return self.got[-1]
 
 
+def count(site):
+    """What comes back of the site's calls from now on: of `call` on the CPU engine, of the others on GPUs."""
+    got = []
+    for way in ("call", "issue", "start", "start_behind"):
+        setattr(site, way, Counted(getattr(site, way), got))
+    return got
+
+
 def counted(buffer):
-    got, mode = {}, buffer._low_latency
-    for name, site in sites_of(buffer).items():
-        got[name] = []
-        site.call = Counted(site.call, got[name])
+    mode = buffer._low_latency
+    got = {name: count(site) for name, site in sites_of(buffer).items()}
     for name in ("dispatch", "combine"):  # of low latency, as GPUs make them
         for way in ("issue", "start"):
             if (call := getattr(mode, f"{way}_{name}")) is not None:
@@ -148,13 +154,7 @@ def rank_same_elastic(ctx, fp8, expand):
             buffer._core.compiled = compiled
             for turn in range(4):
                 if turn == 3 and compiled:
-                    got = {
-                        name: Counted(site.call, [])
-                        for name, site in vars(buffer._face).items()
-                        if hasattr(site, "run")
-                    }
-                    for name, call in got.items():
-                        getattr(buffer._face, name).call = call
+                    got = {name: count(site) for name, site in vars(buffer._face).items() if hasattr(site, "run")}
                 fresh = buffer.dispatch(data, idx, weights, stats, **chosen, **options)
                 worst = buffer.dispatch(data, idx, None, do_cpu_sync=False, do_handle_copy=False, **chosen, **options)
                 again = buffer.dispatch(data, None, weights, handle=fresh[3], **options)
@@ -171,8 +171,8 @@ def rank_same_elastic(ctx, fp8, expand):
             first = [part[:1] for part in flat(worst[:3])]
             seen[compiled] = flat((fresh[:3], again[:3], first, combined, handles, metadata, stats, counted))
             if compiled:
-                assert all(type(one) is tuple for call in got.values() for one in call.got)
-                assert all(call.got for call in got.values()), {name: len(call.got) for name, call in got.items()}
+                assert all(type(one) is tuple for results in got.values() for one in results)
+                assert all(got.values()), {name: len(results) for name, results in got.items()}
                 held = [tensor._use_count() for tensor in flat((fresh[1:3], again[1:3], combined))]
                 assert set(held) == {1}, held
             stats.zero_()
