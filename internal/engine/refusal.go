@@ -141,7 +141,8 @@ func explainArgument(head string, f *abi.Failure) error {
 	case abi.FieldSrcInfo:
 		return wrong("handle: got token %d in src_info, allowed ascending numbers below %d", f.Seen, f.Expected)
 	case abi.FieldWorstExpanded:
-		return wrong("num_worst_expanded: got %d, allowed at least %d: so many expanded rows arrive", f.Expected, f.Seen)
+		return wrong("num_worst_expanded: got %d, allowed at least %d: so many expanded rows arrive "+
+			"(in V2 without CPU sync there is room for tokens that name no expert twice)", f.Expected, f.Seen)
 	case abi.FieldDstSlot:
 		return wrong("handle: got row %d in dst_slot, allowed what the dispatch wrote: a row below %d for each selected expert, -1 elsewhere", f.Seen, f.Expected)
 	case abi.FieldSrcMetadata:

@@ -78,6 +78,6 @@ class Bootstrap:
         env = os.environ
         for variable in ("RANK", "WORLD_SIZE"):
             if not env[variable].strip().isdecimal():
-                raise value_error(variable, repr(env[variable]), "an int >= 0")
+                raise value_error("environment", f"{variable}={env[variable]!r}", "an int >= 0")
         address = f"{env['MASTER_ADDR']}:{env['MASTER_PORT']}"
         return cls.tcp(int(env["RANK"]), int(env["WORLD_SIZE"]), address, name)

@@ -439,7 +439,8 @@ class ElasticBuffer(BufferBase):
             handle: of an earlier dispatch: the same routing again, without counts.
             do_handle_copy: the handle has a copy of `topk_idx`; False: the tensor itself.
             do_cpu_sync: the host waits for the counts, and outputs have their exact size; False: outputs have room for
-                any routing, rows past the real ones are undefined. None: True, with a handle False.
+                any routing, rows past the real ones are undefined; with do_expand, of tokens that name no expert twice,
+                and others are refused on every rank. None: True, with a handle False.
             do_expand: a row for each token and local expert, grouped by expert; else for each token.
             do_zero_padding: expanded: rows between the experts' groups are 0.
             use_tma_aligned_col_major_sf: received scales are column-major, each column on 16 bytes.
