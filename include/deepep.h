@@ -634,10 +634,12 @@ typedef struct deepep_notify {
    * the ranks with places 0..i in their nodes. */
   int32_t num_scaleup_ranks;
   int32_t reserved0;
+  void *topk_idx_copy; /* [out] [T,K] index_type: gets what topk_idx has, for a caller that changes it; or NULL */
 } deepep_notify;
 /* clang-format off */
 #define DEEPEP_NOTIFY_INIT                                                                                          \
-  {sizeof(deepep_notify), 0, 0, 0, 1, 0, DEEPEP_BF16, 0, 0, NULL, NULL, NULL, NULL, 0, DEEPEP_INT64, 0, 0, NULL, NULL, 0, 0}
+  {sizeof(deepep_notify), 0, 0, 0, 1, 0, DEEPEP_BF16, 0, 0, NULL, NULL, NULL, NULL, 0, DEEPEP_INT64, 0, 0, NULL, NULL, 0, 0, \
+   NULL}
 /* clang-format on */
 /* collective, launches. *token names the exchange for deepep_wait_counts and deepep_dispatch. */
 deepep_status_t deepep_notify_counts(deepep_buffer_t buffer, const deepep_notify *notify, const deepep_call *call,

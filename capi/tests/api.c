@@ -237,7 +237,7 @@ static void run_expanded(deepep_buffer_t buffer) {
   enum { ALIGN = 4, ROOM = T * K + E * ALIGN };
   unsigned short x[T * H], combined[T * H];
   static unsigned short received[ROOM * H], again[ROOM * H];
-  int64_t topk_idx[T * K];
+  int64_t topk_idx[T * K], copy[T * K] = {0};
   float weights[T * K], received_weights[ROOM], returned[T * K];
   int32_t matrix[1], head[T], slot[T * K], by_rank[1], by_expert[E], num[E], meta[T * (K + 2)], local[E],
       stats[E] = {0};
@@ -275,8 +275,13 @@ static void run_expanded(deepep_buffer_t buffer) {
   EXPECT(deepep_notify_counts(buffer, &notify, NULL, &token) == DEEPEP_ERROR_INVALID_ARGUMENT &&
          SAYS("num_max_tokens"));
   notify.num_max_tokens = T;
+  notify.topk_idx_copy = topk_idx + 1;
+  EXPECT(deepep_notify_counts(buffer, &notify, NULL, &token) == DEEPEP_ERROR_INVALID_ARGUMENT &&
+         SAYS("topk_idx_copy") && SAYS("overlap"));
+  notify.topk_idx_copy = copy;
   EXPECT(deepep_notify_counts(buffer, &notify, NULL, &token) == DEEPEP_OK);
   EXPECT(deepep_wait_counts(buffer, token, -1, &rows, local) == DEEPEP_OK && rows == T - 1 && local[0] == ALIGN);
+  EXPECT(memcmp(copy, topk_idx, sizeof copy) == 0);
   EXPECT(handle.routing == DEEPEP_ROUTING_EXPANDED && handle.num_topk == K && handle.topk_idx == topk_idx);
   EXPECT(by_rank[0] == T - 1 && num[0] == 2 && num[3] == 3 && by_expert[1] == ALIGN + 2 && stats[2] == 3);
   handle.num_recv_tokens = rows;

@@ -219,6 +219,7 @@ static void call_notify(deepep_call *call) {
   a.num_tokens_per_expert = address();
   a.is_token_in_rank = address();
   a.handle = below(10) ? &handle : NULL;
+  a.topk_idx_copy = below(4) ? NULL : place();
   note(deepep_notify_counts(some_buffer(), below(30) ? &a : NULL, call, below(30) ? &given : NULL));
   if (given) token = given;
 }
@@ -314,6 +315,7 @@ static bool notify_routed(deepep_handle *h, deepep_call *call, int64_t hidden_si
   a.num_max_tokens = rarely() ? tokens() : h->num_max_tokens;
   a.topk_idx = h->topk_idx;
   a.cumulative_recv_stats = below(2) ? place() : NULL;
+  a.topk_idx_copy = below(2) ? place() : NULL;
   a.handle = h;
   token = 0;
   deepep_status_t status = deepep_notify_counts(buffer, &a, call, &token);

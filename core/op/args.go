@@ -165,6 +165,7 @@ type NotifyArgs struct {
 	// the ranks with places 0..i in their nodes.
 	NumScaleupRanks int32
 	_               int32
+	TopKIdxCopy     uintptr // [out] [T,K] IndexType: gets what TopKIdx has, for a caller that changes it; or 0
 }
 
 // DispatchArgs are the arguments of Buffer.Dispatch, the second step: the rows. A cached dispatch takes the handle

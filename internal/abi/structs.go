@@ -620,6 +620,7 @@ type NotifyParams struct {
 	PsumPerExpert   uint64 // [out] int32[L], as in deepep.h
 	NumPerExpert    uint64 // [out] int32[L], not rounded
 	CumulativeStats uint64 // [inout] int32[L] += num_per_expert; 0: not wanted
+	TopKCopy        uint64 // [out] [T,K] like topk_idx, whose entries it gets; 0: not wanted
 }
 
 // DispatchParams is dk_dispatch_params.

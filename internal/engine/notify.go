@@ -81,6 +81,9 @@ func (b *Buffer) checkNotify(a *op.NotifyArgs) error {
 		return status.InvalidArg("handle", "NULL", "a handle whose matrices are to be filled")
 	}
 	counted := a.Routing == op.RoutingNone
+	if counted && a.TopKIdxCopy != 0 {
+		return status.InvalidArg("topk_idx_copy", "a tensor", "NULL without a routing, which has no topk_idx")
+	}
 	if !counted {
 		if err := b.checkRoutedNotify(a); err != nil {
 			return err

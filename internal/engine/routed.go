@@ -35,8 +35,13 @@ func (b *Buffer) checkRoutedNotify(a *op.NotifyArgs) error {
 	case a.NumWorstExpanded < 0:
 		return status.InvalidArg("num_worst_expanded", a.NumWorstExpanded, "0 or more")
 	}
+	bytes := uint64(max(a.NumTokens, 0)) * uint64(a.NumTopK) * uint64(a.IndexType.Size())
+	if err := apart(tensor{"topk_idx_copy", a.TopKIdxCopy, bytes}, tensor{"topk_idx", a.TopKIdx, bytes}); err != nil {
+		return err
+	}
 	return need(
 		given{"topk_idx", a.TopKIdx, some, uintptr(a.IndexType.Size())}, given{"handle.dst_slot", h.DstSlot, some, 4},
+		given{"topk_idx_copy", a.TopKIdxCopy, false, uintptr(a.IndexType.Size())},
 		given{"handle.psum_recv_tokens_per_rank", h.PsumRecvTokensPerRank, true, 4},
 		given{"handle.psum_recv_tokens_per_expert", h.PsumRecvTokensPerExpert, true, 4},
 		given{"handle.num_recv_tokens_per_expert", h.NumRecvTokensPerExpert, true, 4},
@@ -48,6 +53,7 @@ func fillRoutedNotify(p *abi.NotifyParams, a *op.NotifyArgs) {
 	h := a.Handle
 	p.Routing, p.NumMaxTokens, p.NumWorstExpanded = int32(a.Routing), a.NumMaxTokens, a.NumWorstExpanded
 	p.TopKIdx, p.IndexBytes, p.CumulativeStats = uint64(a.TopKIdx), a.IndexType.Size(), uint64(a.CumulativeRecvStats)
+	p.TopKCopy = uint64(a.TopKIdxCopy)
 	p.DstSlot, p.PsumPerRank = uint64(h.DstSlot), uint64(h.PsumRecvTokensPerRank)
 	p.NumScaleupRanks = a.NumScaleupRanks
 	p.PsumPerExpert, p.NumPerExpert = uint64(h.PsumRecvTokensPerExpert), uint64(h.NumRecvTokensPerExpert)

@@ -745,6 +745,7 @@ typedef struct dk_notify_params {
   uint64_t psum_per_expert;  /* [out] int32[L], as in deepep.h */
   uint64_t num_per_expert;   /* [out] int32[L], not rounded */
   uint64_t cumulative_stats; /* [inout] int32[L] += num_per_expert; 0: not wanted */
+  uint64_t topk_copy;        /* [out] [T,K] like topk_idx, whose entries it gets; 0: not wanted */
 } dk_notify_params;
 /* Exchanges counts: every rank gets the whole matrix of rows from rank i to rank j; with a routing also every rank's
  * counts of all experts, from which it knows the row of each of its choices at the receiver.

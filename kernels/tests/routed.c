@@ -101,6 +101,7 @@ static void make_outputs(struct routed *n) {
   const struct routed_spec *spec = n->spec;
   uint64_t ranks = (uint64_t)me->count, tokens = (uint64_t)n->tokens, rows = (uint64_t)n->capacity,
            room = (uint64_t)n->room, topk = (uint64_t)n->routing->topk, local = (uint64_t)local_experts(n);
+  n->copy = tensor(me, "topk_copy", n->idx.bytes);
   n->matrix = tensor(me, "rank_prefix_matrix", 4 * ranks * ranks);
   n->head = tensor(me, "send_head", 4 * tokens * ranks);
   n->slot = tensor(me, "dst_slot", 4 * tokens * topk);
@@ -225,6 +226,7 @@ dk_notify_params routed_notify(struct routed *n) {
   p.psum_per_expert = n->psum_experts.at;
   p.num_per_expert = n->num_experts.at;
   p.cumulative_stats = n->stats.at;
+  p.topk_copy = n->copy.at;
   return p;
 }
 
@@ -320,10 +322,12 @@ static void check_slots(struct routed *n) {
 void check_routed_notify(struct routed *n) {
   struct rank *me = n->team->me;
   const struct routing *r = n->routing;
-  struct tensor all[] = {n->matrix, n->head, n->slot, n->psum_ranks, n->psum_experts, n->num_experts, n->stats};
+  struct tensor all[] = {n->copy,       n->matrix,       n->head,        n->slot,
+                         n->psum_ranks, n->psum_experts, n->num_experts, n->stats};
   for (int i = 0; i < COUNT(all); i++) fetch_tensor(me, all[i]);
   finish(me);
   expect_healthy(n->team);
+  expect(me, n->tokens == 0 || memcmp(n->copy.host, n->idx.host, n->idx.bytes) == 0, "topk_copy is not topk_idx");
   for (int to = 0; to < r->ranks; to++)
     for (int s = 0, rows = 0; s < r->ranks; s++) {
       rows += rows_between(r, s, to);

@@ -42,7 +42,7 @@ struct routed {
   int *first;                 /* [L] of each local expert: first row */
   int *count;                 /* [L] */
   struct tensor idx, weights, x, scales;
-  struct tensor matrix, head, slot, psum_ranks, psum_experts, num_experts, stats;
+  struct tensor copy, matrix, head, slot, psum_ranks, psum_experts, num_experts, stats;
   struct tensor recv_x, recv_scales, recv_idx, recv_weights, meta;
   int64_t scale_row_stride, scale_stride; /* of the received */
   dk_counts *counts;

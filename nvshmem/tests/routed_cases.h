@@ -43,7 +43,7 @@ struct Rank {
   std::vector<uint8_t> x, recv_x;
   std::vector<uint32_t> scales, recv_scales, counts;
   std::vector<float> weights, recv_weights, y_weights, back_weights;
-  std::vector<int64_t> idx, recv_idx;
+  std::vector<int64_t> idx, idx_copy, recv_idx;
   std::vector<int32_t> idx32, recv_idx32, matrix, head, slot, psum_ranks, psum_experts, num_experts, stats, meta;
   std::vector<uint16_t> y, bias[2], combined;
   // what should come
@@ -301,6 +301,8 @@ inline dk_notify_params notify_params(const World &w, Rank &r) {
   n.psum_per_expert = handle_to(r.psum_experts.data());
   n.num_per_expert = handle_to(r.num_experts.data());
   n.cumulative_stats = handle_to(r.stats.data());
+  r.idx_copy.assign(r.idx.size() + 1, -7);
+  n.topk_copy = handle_to(r.idx_copy.data());
   return n;
 }
 inline void check_places(const World &w, int me) {
@@ -343,6 +345,9 @@ inline void check_notify(const World &w, int me) {
     remote += a.source / c.peers != me / c.peers;
   }
   for (int u = 0; u < sums; ++u) expect("psum_per_rank", me, u, r.psum_ranks[u], psum[u]);
+  const void *idx = c.index_bytes == 8 ? static_cast<const void *>(r.idx.data()) : r.idx32.data();
+  expect("topk_copy", me, 0, memcmp(r.idx_copy.data(), idx, r.idx.size() * c.index_bytes), 0);
+  expect("what follows topk_copy", me, 0, r.idx_copy.back(), -7);
   expect("what follows psum_per_rank", me, sums, r.psum_ranks[sums], -7);
   const auto *counts = reinterpret_cast<const dk_counts *>(r.counts.data());
   for (int e = 0; e < c.local_experts; ++e) {

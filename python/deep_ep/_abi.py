@@ -514,6 +514,7 @@ class Notify(ctypes.Structure):
         ("cumulative_recv_stats", VP),
         ("num_scaleup_ranks", I32),
         ("reserved0", I32),
+        ("topk_idx_copy", VP),
     ]
 
 

@@ -72,7 +72,7 @@ _HANDLE = Writer(
 _NOTIFY = Writer(
     _abi.Notify,
     "num_tokens num_topk num_experts expert_alignment num_worst_tokens x_type num_scales hidden handle routing "
-    "index_type num_max_tokens num_worst_expanded topk_idx cumulative_recv_stats num_scaleup_ranks",
+    "index_type num_max_tokens num_worst_expanded topk_idx cumulative_recv_stats num_scaleup_ranks topk_idx_copy",
 )
 _DISPATCH = Writer(
     _abi.DispatchArgs,
@@ -382,15 +382,13 @@ class ElasticMode:
             shape.expand, shape.num_experts, shape.alignment, shape.num_max, num_sms, kept, rows, rows, [],
             per_rank, per_expert, unaligned, metadata, slots, matrix, head,
         )  # fmt: skip
-        if sending.copies_topk and not order.on_comm:
-            kept.copy_(topk_idx)
         native = self._native(handle, 0, 0)
         native.topk_idx = topk_idx.data_ptr()
         notify = _NOTIFY(
             num_tokens, shape.num_topk, shape.num_experts, shape.alignment, shape.bound() if sending.worst else 0,
             payload.x_type, payload.num_scales, payload.hidden, ctypes.addressof(native), native.routing,
             native.index_type, shape.num_max, rows if shape.expand else 0, topk_idx.data_ptr(), _at(sending.stats),
-            self.num_scaleup(),
+            self.num_scaleup(), kept.data_ptr() if sending.copies_topk else 0,
         )  # fmt: skip
         function = core.native.lib.with_gil.deepep_notify_counts
         held = (topk_idx, sending.stats, kept, *library_tensors(handle))
@@ -415,10 +413,7 @@ class ElasticMode:
         rows = handle.num_recv_tokens
         native = self._native(handle, tokens, rows if shape.expand else 0)
         native.topk_idx = topk_idx.data_ptr()
-        result = self._send(sending, handle, native, rows)
-        if sending.copies_topk and order.on_comm:  # the caller's stream need not have the indices yet
-            order.append(result[4], lambda: _torch.copy(handle.topk_idx, topk_idx))
-        return result
+        return self._send(sending, handle, native, rows)
 
     def resend(self, sending: Sending, handle: EPHandle) -> Dispatched:
         """Sends other rows as the handle says."""

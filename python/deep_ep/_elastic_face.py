@@ -78,8 +78,6 @@ class ElasticFace:
         x = inputs[X]
         if type(x) is not Tensor or x.dim() != 2 or not 0 <= x.shape[0] <= kind.shape.num_max:
             return None
-        if order is not None and order.on_comm and kind.copies_topk:
-            return None  # the caller's stream need not have the indices yet
         self._core.open_rows()
         core, token = self._core, 0
         launch = core.take_launch_with_event() if order is None else order.launch
@@ -147,8 +145,6 @@ class ElasticFace:
         core, x = self._core, inputs[X]
         if type(x) is not Tensor or x.dim() != 2 or not 0 <= x.shape[0] <= kind.shape.num_max:
             return None
-        if type(ordered) is tuple and kind.copies_topk:
-            return None
         core.open_rows()
         rows = kind.shape.worst_rows()
         given, segment, offset = core.rows_behind(ordered, self._mode.rows_for, x, rows)
@@ -178,8 +174,6 @@ class ElasticFace:
         event: EventOverlap,
     ) -> Dispatched:
         shape = kind.shape
-        if kept is not None:
-            kept.copy_(inputs[IDX])
         handle = EPHandle(
             shape.expand, shape.num_experts, shape.alignment, shape.num_max, kind.num_sms,
             inputs[IDX] if kept is None else kept, rows, rows, per_expert, *made,
@@ -267,10 +261,10 @@ class ElasticFace:
     def _add_notify(self, key: bytes, inputs: Inputs, kind: Kind) -> None:
         """Results: token, exchange, the copy of topk_idx, library_tensors of the handle without recv_src_metadata."""
         p = self._start(inputs)
-        self._copy_of_indices(p, inputs, kind)
+        kept = self._copy_of_indices(p, inputs, kind)
         made = self._make(p, kind, None)
         handle = self._handle(p, inputs[IDX], kind.shape, address(IDX), made, size(X, 0))
-        notify = self._notify_args(p, inputs, kind, handle)
+        notify = self._notify_args(p, inputs, kind, handle, kept)
         token = p.struct(ctypes.c_uint64())
         call = _face.call_struct(p, number(0), 1)
         p.call(self._lib.deepep_notify_counts, notify, call, token)
@@ -302,11 +296,11 @@ class ElasticFace:
         p, shape = self._start(inputs), kind.shape
         segment, offset, config = map(number, range(3))
         rows, tokens = constant(shape.worst_rows()), constant(shape.bound())
-        self._copy_of_indices(p, inputs, kind)
+        kept = self._copy_of_indices(p, inputs, kind)
         made = self._make(p, kind, tokens)
         expanded = rows if shape.expand else constant(0)
         handle = self._handle(p, inputs[IDX], shape, address(IDX), made, size(X, 0), tokens, expanded)
-        notify = self._notify_args(p, inputs, kind, handle)
+        notify = self._notify_args(p, inputs, kind, handle, kept)
         column = constant(scale_column(shape.worst_rows()))
         args = self._dispatch_args(p, inputs[:SCALES + 1], inputs[WEIGHTS], WEIGHTS, inputs[IDX], kind, rows, handle,
                                    recv_x, STATS + 1, segment, offset, column)  # fmt: skip
@@ -411,11 +405,10 @@ class ElasticFace:
                 p.same(size(place, 0), size(X, 0))
         return p
 
-    def _copy_of_indices(self, p: Program, inputs: Inputs, kind: Kind) -> None:
+    def _copy_of_indices(self, p: Program, inputs: Inputs, kind: Kind) -> Source:
         if kind.copies_topk:
-            p.output(inputs[IDX].dtype, size(X, 0), constant(kind.shape.num_topk), slab=HANDLE)
-        else:
-            p.none()
+            return p.output(inputs[IDX].dtype, size(X, 0), constant(kind.shape.num_topk), slab=HANDLE)
+        return p.none()
 
     def _make(self, p: Program, kind: Kind, tokens: Source | None) -> list[Source]:
         """The outputs for a handle, as library_tensors; without `tokens`, the rows of recv_src_metadata, not that."""
@@ -453,7 +446,7 @@ class ElasticFace:
             topk_idx=indices, **dict(zip(_FIELDS, made, strict=True)),
         )  # fmt: skip
 
-    def _notify_args(self, p: Program, inputs: Inputs, kind: Kind, handle: int) -> int:
+    def _notify_args(self, p: Program, inputs: Inputs, kind: Kind, handle: int, kept: Source) -> int:
         shape, (x, scales, idx, *_) = kind.shape, inputs
         x_type, hidden = _torch.items(x)
         expanded = shape.worst_rows() if kind.worst and shape.expand else 0
@@ -466,7 +459,7 @@ class ElasticFace:
         )  # fmt: skip
         return p.struct(
             fixed, num_tokens=size(X, 0), handle=p.blob(handle), topk_idx=address(IDX),
-            cumulative_recv_stats=address(STATS),
+            cumulative_recv_stats=address(STATS), topk_idx_copy=kept,
         )  # fmt: skip
 
     def _dispatch_args(

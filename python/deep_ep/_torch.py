@@ -185,11 +185,6 @@ def wait_for(event: Any, stream: Any = None) -> None:
     event.wait(torch_stream(None) if stream is None else stream)
 
 
-def copy(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copies a tensor on the current stream."""
-    target.copy_(source)
-
-
 def items(rows: Tensor) -> tuple[int, int]:
     """The library's type of rows that dispatch moves as they are, and their length in that type: else bytes."""
     known, width = ITEM_TYPES.get(rows.dtype), int(rows.shape[1])

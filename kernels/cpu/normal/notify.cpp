@@ -107,6 +107,9 @@ void exchange_choices(Op &op, Exchange &exchange, const dk_notify_params &p) {
   int32_t rows[DK_MAX_RANKS], experts[DK_MAX_ROUTED_EXPERTS];
   exchange.refuse(count_choices(op.team, p, rows, experts));
   exchange.post_all(rows, experts, p.num_experts);
+  if (p.topk_copy && p.num_tokens)
+    memcpy(at<void>(p.topk_copy), at<const void>(p.topk_idx),
+           static_cast<size_t>(p.num_tokens) * static_cast<size_t>(p.num_topk) * static_cast<size_t>(p.index_bytes));
   if (!exchange.wait()) return;
   const int32_t *matrix = fill_matrix(op, exchange, p.rank_prefix_matrix);
   if (exchange.shrinks()) forget_heads(op, exchange, p);

@@ -68,6 +68,7 @@ __global__ void __launch_bounds__(kNotifyThreads, 1) notify_routed(const __grid_
       });
       publish_newest_by_last_warp(s.team);
     }
+    keep_choices(p.n);
     if (await_messages(s, p.internode, hand) && sum_routing<false>(p.n, counts, messages)) {
       if (blockIdx.x == 0) {
         sum_nodes(p.n);

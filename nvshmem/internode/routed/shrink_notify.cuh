@@ -45,6 +45,7 @@ __global__ void __launch_bounds__(kNotifyThreads, 1)
       });
       publish_newest_by_last_warp(s.team);
     }
+    keep_choices(p.n);
     if (await_agreement(s, hand, epoch, by) && sum_routing<true>(p.n, counts, MemberMessages{by})) {
       if (blockIdx.x == 0) {
         sum_nodes(p.n);

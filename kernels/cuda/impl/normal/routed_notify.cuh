@@ -18,6 +18,7 @@ struct RoutedNotifyParams : NotifyParams {
   __device__ int experts_each() const { return num_experts / session.team.num_ranks; }
   __device__ int num_psums() const { return num_scaleup_ranks > 0 ? num_scaleup_ranks : session.team.num_ranks; }
   __device__ const void *topk_idx() const { return pointer<const void>(dk_notify_params::topk_idx); }
+  __device__ void *topk_copy() const { return pointer<void>(dk_notify_params::topk_copy); }
   __device__ int32_t *dst_slot() const { return pointer<int32_t>(dk_notify_params::dst_slot); }
   __device__ int32_t *psum_per_rank() const { return pointer<int32_t>(dk_notify_params::psum_per_rank); }
   __device__ int32_t *psum_per_expert() const { return pointer<int32_t>(dk_notify_params::psum_per_expert); }
@@ -168,6 +169,18 @@ __device__ inline void sum_blocks(const RoutedNotifyParams &p, const RoutingCoun
     (is_expert ? counts.first[i] : counts.ranks[i - p.num_experts]) = before;
     if (blockIdx.x == 0) store(is_expert ? team.num_ranks + i : i - p.num_experts, sum);
   }
+}
+
+// Whole block, while the counts are on their way: its tokens' choices for the caller to keep.
+template <class Index>
+__device__ inline void copy_choices(const RoutedNotifyParams &p) {
+  const int64_t from = static_cast<int64_t>(blockIdx.x) * p.share, to = min<int64_t>(from + p.share, p.num_tokens);
+  for (int64_t i = from * p.num_topk + threadIdx.x; i < to * p.num_topk; i += blockDim.x)
+    static_cast<Index *>(p.topk_copy())[i] = static_cast<const Index *>(p.topk_idx())[i];
+}
+__device__ inline void keep_choices(const RoutedNotifyParams &p) {
+  if (p.topk_copy() == nullptr) return;
+  p.index_bytes == 8 ? copy_choices<int64_t>(p) : copy_choices<int32_t>(p);
 }
 
 // wrong: an index that is no expert's; -1: none. It travels in the message, so that every rank refuses the call.
@@ -363,6 +376,7 @@ __global__ void __launch_bounds__(kRoutedNotifyThreads) notify_routed(const __gr
       post_to_peers<kShrinks>(s, hand);
       publish_newest_by_last_warp(s.team);
     }
+    keep_choices(p);
     if (await_peers<kShrinks>(s, hand, epoch) &&
         sum_routing<kShrinks>(p, counts, NodeMessages<kShrinks>{s.team, epoch})) {
       if (blockIdx.x == 0) announce_counts(p);
