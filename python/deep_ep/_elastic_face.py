@@ -78,12 +78,16 @@ class ElasticFace:
         x = inputs[X]
         if type(x) is not Tensor or x.dim() != 2 or not 0 <= x.shape[0] <= kind.shape.num_max:
             return None
-        self._core.open_rows()
-        core, token = self._core, 0
-        launch = core.take_launch_with_event() if order is None else order.launch
-        given = (*inputs, *kind.scalars, kind.copies_topk, ctypes.addressof(kind.config))
+        core, shape = self._core, kind.shape
+        core.open_rows()
+        token, launch = 0, core.take_launch_with_event() if order is None else order.launch
+        alone = launch is None  # as in NormalFace.fresh
+        config = ctypes.addressof(kind.config)
         try:
-            if order is None:
+            given = (*inputs, *kind.scalars, kind.copies_topk, config)
+            if alone:
+                got = self._notify.checked(self._notify.issue(*given))
+            elif order is None:
                 got = self._notify.run(launch, *given, ends=False)
             else:
                 got = self._notify.run_behind(order, *given, steps=2)
@@ -91,9 +95,19 @@ class ElasticFace:
                 return Missing.of(got)
             token, exchange, kept, *made = got
             setattr(made[MATRIX - 1], EXCHANGE, exchange)
-            tokens, per_expert = self._wait_counts(token, kind.shape.num_local)
-            rows = sum(per_expert) if kind.shape.expand else tokens
-            metadata, *received = self._deliver(inputs, kind, launch, order, made, tokens, rows, token, exchange)
+            tokens, per_expert = self._wait_counts(token, shape.num_local)
+            rows = sum(per_expert) if shape.expand else tokens
+            place, segment, offset = self._mode.rows_for(x, rows)
+            if order is not None:
+                order.made_on_comm(place)
+            args = (
+                *inputs, *made, place, *kind.scalars, tokens, rows, token, exchange, segment, offset,
+                scale_column(rows), config,
+            )  # fmt: skip
+            got = self._send.checked(self._send.issue(*args)) if alone else None
+            if type(got) is not tuple:
+                got = self._deliver(launch, order, args, inputs, kind, made, place, rows)
+            metadata, recv_x, *received = got
             event = no_event() if order is None else order.ended()
         except BaseException as error:
             self._cancel(launch, order, token, error)
@@ -105,37 +119,30 @@ class ElasticFace:
         if order is None and launch is not None:
             core.idle.append(launch)
         made.insert(METADATA, metadata)
+        received = [place if recv_x is None else recv_x, *received]
         return self._dispatched(inputs, kind, kept, made, rows, per_expert, received, event)
 
     def _deliver(
         self,
-        inputs: Inputs,
-        kind: Kind,
         launch: Launch | None,
         order: Order | None,
+        args: tuple[Any, ...],
+        inputs: Inputs,
+        kind: Kind,
         made: list[Tensor],
-        tokens: int,
+        place: OptionalTensor,
         rows: int,
-        token: int,
-        exchange: int,
     ) -> tuple[Any, ...]:
-        """The second step: recv_src_metadata, recv_x, its scales, topk_idx, topk_weights."""
-        given, segment, offset = self._mode.rows_for(inputs[X], rows)
-        if order is not None:
-            order.made_on_comm(given)
-        args = (
-            *inputs, *made, given, *kind.scalars, tokens, rows, token, exchange, segment, offset, scale_column(rows),
-            ctypes.addressof(kind.config),
-        )  # fmt: skip
+        """The second step, and its plan if there is none: recv_src_metadata, recv_x, its scales, topk_idx, weights."""
         for _ in range(3):
             if order is None:
                 got = self._send.run(launch, *args, begun=True)
             else:
                 got = self._send.run_behind(order, *args, steps=2, step=2)
             if type(got) is tuple:
-                return got[0], given if got[1] is None else got[1], *got[2:]
+                return got
             if got is not None:
-                self._add_send(got, inputs, kind, made, given)
+                self._add_send(got, inputs, kind, made, place)
                 continue
             _torch.like(inputs[X], max(1, rows), inputs[X].shape[1])  # torch's own error, where memory is short
         raise errors.DeepEPError(errors.INTERNAL, "the compiled face does not take the second step of a dispatch")
