@@ -5,11 +5,11 @@
     .venv/bin/python bench/gpu.py --markdown docs/performance.md --json build/bench_cuda.json
 
 Sections: startup (construction, first and steady call, first graph), lowlatency (kernels of a decoding step), hostcost
-(CPU time of its calls), normal (kernels of dispatch and combine), calls (what Python calls cost, beside torch's and
-NCCL's), dense (all tokens to all ranks by NCCL, beside dispatch and combine), and on request sms (the library's choice
-of SMs beside 20 and beside a sweep), overlap (a GEMM beside transfers, GEMMs between halves, a decoding step of two
-micro-batches) and layer (forward and backward of a mixture-of-experts layer, eager and compiled, beside
-all_to_all_single). With --engine cpu the same program runs on CPU ranks, with the host's clock in place of the
+(CPU time of its calls), normal (kernels of dispatch and combine), calls (what Python calls cost, V1's and V2's, beside
+torch's and NCCL's), dense (all tokens to all ranks by NCCL, beside dispatch and combine), and on request sms (the
+library's choice of SMs beside 20 and beside a sweep), overlap (a GEMM beside transfers, GEMMs between halves, a
+decoding step of two micro-batches) and layer (forward and backward of a mixture-of-experts layer, eager and compiled,
+beside all_to_all_single). With --engine cpu the same program runs on CPU ranks, with the host's clock in place of the
 profiler: to try the program, not to measure.
 """
 
@@ -35,6 +35,7 @@ from lib import (
     cuda_tables,
     decode_step,
     document,
+    elastic_calls,
     hostcost,
     layer,
     low_latency_kernels,
@@ -123,6 +124,7 @@ def run_rank(rank: int, options: argparse.Namespace, number: int, rendezvous: st
         take("hostcost", lambda: low_latency_kernels.measure_host(team, decoding, options.calls))
         few = Case(options.ranks, min(CALLS_TOKENS, options.tokens), options.hidden)
         take("calls", lambda: python_calls.measure(team, few, decoding, min(options.calls, 200)))
+        take("calls", lambda: elastic_calls.measure(team, few, decoding, min(options.calls, 200)), "elastic")
         take("dense", lambda: python_calls.measure_dense(team, options.hidden, options.tokens, options.rounds))
         take("normal", lambda: normal_kernels.measure_views(team, normal, options.rounds), "views")
         take("lowlatency", lambda: low_latency_kernels.measure(team, decoding, options.calls))

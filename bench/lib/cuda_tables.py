@@ -6,7 +6,7 @@ import argparse
 import math
 from typing import Any
 
-from lib import decode_step, hostcost, layer, overlap, sms
+from lib import decode_step, elastic_calls, hostcost, layer, overlap, sms
 from lib.tables import Table, duration, median, p99, ratio
 
 
@@ -24,6 +24,8 @@ def make(found: dict[str, Any], options: argparse.Namespace) -> list[Table]:
         tables.append(host_table(found["hostcost"], found["hostcost_c"], options))
     if "calls" in found:
         tables.append(calls_table(found["calls"]))
+    if "elastic" in found:
+        tables.append(elastic_calls.table(found["elastic"]))
     if found.get("dense"):
         tables.append(dense_table(found["dense"]))
     if "sms" in found:

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-import deep_ep
 from lib.ranks import Team
 
 PAUSE_CYCLES = 300_000  # about 150 us: time for the host to issue a call
@@ -23,10 +22,16 @@ FLUSH_BYTES = 192 << 20  # more than the L2 cache of any GPU
 Kernels = list[tuple[str, float]]  # (name, us) in the order of their begin
 
 
+class Meets(Protocol):
+    """What has a barrier on the current stream: a buffer of V1 or V2."""
+
+    def barrier(self) -> None: ...
+
+
 class Meeting:
     """Where all ranks begin a call together. ``cold``: with nothing of use in the L2 cache."""
 
-    def __init__(self, team: Team, buffer: deep_ep.Buffer, cold: bool) -> None:
+    def __init__(self, team: Team, buffer: Meets, cold: bool) -> None:
         self._team, self._buffer = team, buffer
         on_gpu = team.device.type == "cuda"
         self._flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=team.device) if cold and on_gpu else None

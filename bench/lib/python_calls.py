@@ -95,6 +95,22 @@ def _busy_thread() -> Iterator[None]:
         thread.join()
 
 
+def call_times(team: Team, meeting: Meeting, call: Call, rounds: int) -> dict[str, list[float]]:
+    """Times in us of the slowest rank: "call" until a call returns, "done" until the device is done."""
+    own: dict[str, list[float]] = {"call": [], "done": []}
+    clock = time.perf_counter
+    for number in range(WARMUP + rounds):
+        meeting.on_host()
+        start = clock()
+        call()
+        returned = clock()
+        team.finish()
+        if number >= WARMUP:
+            own["call"].append((returned - start) * 1e6)
+            own["done"].append((clock() - start) * 1e6)
+    return {what: team.slowest(values) for what, values in own.items()}
+
+
 def measure(team: Team, case: Case, decoding: Case, rounds: int) -> dict[str, Any]:
     """Times in us of the slowest rank: {how: {call: {"call": until it returns, "done": until the device is done}}}."""
     normal, step = _make_calls(team, case), Step(team, decoding)
@@ -105,22 +121,12 @@ def measure(team: Team, case: Case, decoding: Case, rounds: int) -> dict[str, An
         "under set_default_device": lambda: torch.device(team.device),
         BUSY: _busy_thread,
     }
-    clock, found = time.perf_counter, {}
+    found = {}
     for way, context in ways.items():
         times: Times = {}
         for name, call in _calls(team, normal, step).items():
-            own: dict[str, list[float]] = {"call": [], "done": []}
             with context():
-                for number in range(WARMUP + (min(rounds, BUSY_ROUNDS) if way == BUSY else rounds)):
-                    meeting.on_host()
-                    start = clock()
-                    call()
-                    returned = clock()
-                    team.finish()
-                    if number >= WARMUP:
-                        own["call"].append((returned - start) * 1e6)
-                        own["done"].append((clock() - start) * 1e6)
-            times[name] = {what: team.slowest(values) for what, values in own.items()}
+                times[name] = call_times(team, meeting, call, min(rounds, BUSY_ROUNDS) if way == BUSY else rounds)
         found[way] = times
     team.barrier()
     normal.buffer.destroy()

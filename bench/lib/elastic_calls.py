@@ -1,0 +1,125 @@
+"""V2's face: what its Python calls cost, and a decoding round of dispatch and combine in a graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import deep_ep
+from lib.kernel_clock import Meeting, host_view
+from lib.normal_mode import EXPERTS, TOP_K, Case, make_input
+from lib.overlap import replayed
+from lib.python_calls import WARMUP, call_times
+from lib.ranks import Team
+from lib.tables import Table, duration, median, p99
+
+Call = Callable[[], Any]
+
+
+class Batch:
+    """A rank's tokens, and V2's calls with them. The newest outputs are kept, as a layer keeps them."""
+
+    def __init__(self, team: Team, case: Case, expand: bool) -> None:
+        data = make_input(case, team.rank).to(team.device)
+        self.x, self.idx, self.weights, self._expand = data.x, data.experts, data.weights, expand
+        self.buffer = deep_ep.ElasticBuffer(
+            team.group, num_max_tokens_per_rank=case.tokens, hidden=case.hidden, num_topk=TOP_K,
+            explicitly_destroy=True, engine=team.engine,
+        )  # fmt: skip
+        self.received: Any = None
+        self.handle: Any = None
+        self.rows = torch.empty(0)
+
+    def dispatch(self, **options: Any) -> None:
+        """Of the tokens."""
+        self.received, _, _, self.handle, _ = self.buffer.dispatch(
+            self.x, self.idx, self.weights, num_experts=EXPERTS, do_expand=self._expand, **options
+        )
+
+    def again(self) -> None:
+        """The same by the handle."""
+        self.received = self.buffer.dispatch(self.x, handle=self.handle, do_expand=self._expand)[0]
+
+    def make_rows(self) -> None:
+        """What the experts would return for the rows of the last dispatch."""
+        rows = self.received[0] if isinstance(self.received, tuple) else self.received
+        self.rows = torch.ones(rows.shape, dtype=torch.bfloat16, device=rows.device)
+
+    def combine(self) -> Any:
+        """Of these."""
+        return self.buffer.combine(self.rows, self.handle)
+
+
+def _times_of_calls(team: Team, case: Case, expand: bool, rounds: int) -> dict[str, dict[str, list[float]]]:
+    batch = Batch(team, case, expand)
+    batch.dispatch()
+    meeting = Meeting(team, batch.buffer, cold=False)
+
+    def exact() -> None:
+        batch.dispatch()
+        batch.make_rows()
+
+    calls: dict[str, Call] = {
+        "dispatch without CPU sync": lambda: batch.dispatch(do_cpu_sync=False),
+        "dispatch (waits for counts)": batch.dispatch,
+        "dispatch with a handle": batch.again,
+        "combine": batch.combine,
+    }
+    found = {}
+    for name, call in calls.items():
+        exact()
+        found[name] = call_times(team, meeting, call, rounds)
+    team.barrier()
+    batch.received = batch.handle = None
+    batch.buffer.destroy()
+    return found
+
+
+def _decode_round(team: Team, case: Case, expand: bool, rounds: int) -> float:
+    """Time in us of an FP8 dispatch without CPU sync and a BF16 combine, in a graph of several of these."""
+    batch = Batch(team, Case(case.ranks, case.tokens, case.hidden, fp8=True), expand)
+    meeting = Meeting(team, batch.buffer, cold=False)
+    batch.dispatch(do_cpu_sync=False)
+    batch.make_rows()
+
+    def one() -> None:
+        batch.dispatch(do_cpu_sync=False)
+        batch.combine()
+
+    on_gpu = team.device.type == "cuda"
+    found = replayed(team, meeting, one, rounds) if on_gpu else median(host_view(team, meeting, one, rounds, WARMUP))
+    team.barrier()
+    batch.received = batch.handle = None
+    batch.buffer.destroy()
+    return found
+
+
+def measure(team: Team, case: Case, decoding: Case, rounds: int) -> dict[str, Any]:
+    """Times in us of the slowest rank, for the plain and the expanded layout."""
+    layouts = {"plain": False, "expanded": True}
+    return {
+        "calls": {name: _times_of_calls(team, case, expand, rounds) for name, expand in layouts.items()},
+        "decode": {name: _decode_round(team, decoding, expand, rounds) for name, expand in layouts.items()},
+        "case": f"{case.tokens} x {case.hidden}",
+        "decoding": f"{decoding.tokens} x {decoding.hidden}",
+    }
+
+
+def table(found: dict[str, Any]) -> Table:
+    """What V2's calls cost."""
+    result = Table(
+        "V2's Python calls",
+        f"As above, {found['case']} BF16, top-8 of 256 experts; medians of the slowest rank, p99 in brackets. Decoding "
+        f"round: FP8 dispatch without CPU sync and BF16 combine of {found['decoding']}, a round's time in a graph of "
+        "several by events.",
+        ["call", "returns", "done"],
+    )
+    for layout, calls in found["calls"].items():
+        for name, times in calls.items():
+            cells = [f"{duration(median(times[what]))} ({duration(p99(times[what]))})" for what in ("call", "done")]
+            result.rows.append([f"{name}, {layout}", *cells])
+    for layout, us in found["decode"].items():
+        result.rows.append([f"decoding round in a graph, {layout}", "", duration(us)])
+    return result
