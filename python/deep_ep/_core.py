@@ -405,7 +405,7 @@ class Ordering:
 
     __slots__ = (
         *("core", "async_finish", "previous", "on_comm", "stream", "caller", "struct", "launch", "begun"),
-        *("given_back", "context", "users"),
+        *("given_back", "context", "users", "followed"),
     )
 
     def __init__(
@@ -423,7 +423,7 @@ class Ordering:
         # that stream, so its outputs come from the communication stream's pool.
         self.on_comm = not core.host_stream and self.previous is not None
         self.launch = core.take_launch()
-        self.begun = self.given_back = False
+        self.begun = self.given_back = self.followed = False
         self.caller = core.raw_stream()
         self.stream: int | None = self.caller or None
         self.struct: Any = None  # a deepep_call, for calls that do not go through the compiled face
@@ -513,6 +513,9 @@ class Ordering:
     def behind(self) -> tuple[int | None, int | None]:
         """The stream and the previous_event of the next library call."""
         previous, core = self.previous, self.core
+        if self.followed:  # an earlier call waits on the communication stream for all that this one needs
+            return core.comm_stream_address, None
+        self.followed = self.async_finish and self.on_comm
         if previous is None:
             return self.stream, None
         if previous._launch is not None:

@@ -659,6 +659,13 @@ def test_a_torch_that_lacks_some_functions(tmp_path):
     assert done.returncode == 0, done.stderr
 
 
+def without_waits_between(trace):
+    """A dispatch's trace without what orders its second call after its first."""
+    begin, end = (next(i for i, line in enumerate(trace) if line.startswith(name)) for name in ("notify", "dispatch"))
+    assert all("record" in line or "waits" in line for line in trace[begin + 1 : end]), trace
+    return [re.sub(r"e<-?\d+>", "e", line) for line in trace[: begin + 1] + trace[end:]]
+
+
 @checks.needs_face
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc to build the kernel library that writes calls down")
 @pytest.mark.parametrize("stream", (0, 0x1000), ids=("default stream", "another"))
@@ -698,6 +705,11 @@ def test_asynchronous_calls_are_ordered_as_pythons(tmp_path, stream):
     assert len(lines["0"]) == 3 * (3 * (6 + 10) + 2) + 4 * (6 + 10) + 1
     for python, face in zip(lines["0"], lines["1"], strict=True):
         if "trace" in python:
+            if "worst" in python["call"]:  # the two calls of a plan have one order: the second waits again
+                python["trace"], face["trace"] = (
+                    without_waits_between(python["trace"]),
+                    without_waits_between(face["trace"]),
+                )
             assert python == face
             assert (python["untold"], python["told of others"], python["kept"]) == (0, 0, 0), python
             assert python["held"], python
