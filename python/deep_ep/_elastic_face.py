@@ -65,7 +65,7 @@ class ElasticFace:
         self._lib = core.native.lib.with_gil
         self._wait_counts = counts_waiter(core)
         self._notify = Site(core, _FRESH, 7, 1, strided=(SCALES,))
-        self._send = Site(core, (*_FRESH, *_MADE[:METADATA], *_MADE[SLOTS:], _ROWS), 6, 8, strided=(SCALES,))
+        self._send = Site(core, (*_FRESH, _ROWS, *_MADE[:METADATA], *_MADE[SLOTS:], _ROWS), 6, 8, strided=(SCALES,))
         self._worst = Site(core, (*_FRESH, _ROWS), 7, 3, strided=(SCALES,))
         of_handle = _ROWS, *_MADE  # topk_idx and library_tensors; with _CHOSEN what _of_handle gives
         self._again = Site(core, (_ROWS, _ROWS, _ROWS, _ROWS, *of_handle), len(_CHOSEN) + 10, 5, strided=(SCALES,))
@@ -101,7 +101,7 @@ class ElasticFace:
             if order is not None:
                 order.made_on_comm(place)
             args = (
-                *inputs, *made, place, *kind.scalars, tokens, rows, token, exchange, segment, offset,
+                *inputs, kept, *made, place, *kind.scalars, tokens, rows, token, exchange, segment, offset,
                 scale_column(rows), config,
             )  # fmt: skip
             got = self._send.checked(self._send.issue(*args)) if alone else None
@@ -284,7 +284,7 @@ class ElasticFace:
         p = self._start(inputs)
         tokens, rows, token, exchange, segment, offset, column, config = map(number, range(8))
         metadata = p.output(INT32, tokens, constant(kind.shape.num_topk + 2), slab=DATA)
-        first = STATS + 1
+        first = STATS + 2  # behind the copy of topk_idx, which the first step writes
         given = [address(first + i) for i in range(len(made))]
         p.same(size(first + SLOTS - 1, 0), size(X, 0))
         p.same(size(first + HEAD - 1, 0), size(X, 0))
