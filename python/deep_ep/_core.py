@@ -353,13 +353,19 @@ class Core:
             The stream and the previous_event of the library call; a tuple of torch's object of the caller's stream,
             which uses the outputs; the communication stream, in whose memory they are; the device.
         """
-        users, own = (self.torch_current_stream(),), self.comm_stream_address
+        stream, event = self.after(previous, self.raw_stream())
+        return stream or 0, event or 0, (self.torch_current_stream(),), self.comm_stream_address, self.ordinal
+
+    def after(self, previous: EventHandle | None, stream: int | None) -> tuple[int | None, int | None]:
+        """The stream and the previous_event of a library call on `stream`, the caller's, that follows an event."""
         if previous is None:
-            return self.raw_stream(), 0, users, own, self.ordinal
+            return stream, None
         if previous._launch is not None:
-            return self.raw_stream(), previous._launch.event, users, own, self.ordinal
-        _torch.wait_for(previous._torch, self.comm_stream)  # the library knows no torch event
-        return own, 0, users, own, self.ordinal
+            return stream, previous._launch.event
+        if self.host_stream:
+            return stream, None
+        _torch.wait_for(previous._torch, self.comm_stream)  # the library knows no torch event: the call follows this
+        return self.comm_stream_address, None
 
     def leave(self, launch: Launch, stream: int | None = None) -> None:
         """CUDA engine: an operation was cut short: its tensors are kept until what was launched has ended.
@@ -512,18 +518,12 @@ class Ordering:
 
     def behind(self) -> tuple[int | None, int | None]:
         """The stream and the previous_event of the next library call."""
-        previous, core = self.previous, self.core
+        core = self.core
         if self.followed:  # an earlier call waits on the communication stream for all that this one needs
             return core.comm_stream_address, None
         self.followed = self.async_finish and self.on_comm
-        if previous is None:
-            return self.stream, None
-        if previous._launch is not None:
-            return self.stream, previous._launch.event
-        if not core.host_stream:  # the library knows no torch event: the call follows what follows it
-            _torch.wait_for(previous._torch, core.comm_stream)
-            self.stream = core.comm_stream_address
-        return self.stream, None
+        self.stream, event = core.after(self.previous, self.stream)
+        return self.stream, event
 
     def made_on_comm(self, output: OptionalTensor) -> None:
         """CUDA engine: torch's allocator learns that the caller's stream uses an output, where it is in the

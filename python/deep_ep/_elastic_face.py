@@ -13,11 +13,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from . import _abi, _face, _torch, errors
-from ._core import Core, Ordered, Ordering
+from ._core import Core, Ordered
 from ._elastic import TENSORS, Combined, Dispatched, ElasticMode, EPHandle, Order, Sending, Shape, scale_column
 from ._face import DATA, HANDLE, Entry, Given, New, Program, Site, Source, address, constant, number, size, stride
-from ._native import Launch
-from ._normal_face import EXCHANGE, Missing, counts_waiter
+from ._normal_face import EXCHANGE, Missing, cancel, counts_waiter, deliver
 from ._torch import BF16, FLOAT32, INDEX_TYPES, INT32, OptionalTensor, Tensor
 from .utils.event import EventOverlap, no_event
 
@@ -106,11 +105,11 @@ class ElasticFace:
             )  # fmt: skip
             got = self._send.checked(self._send.issue(*args)) if alone else None
             if type(got) is not tuple:
-                got = self._deliver(launch, order, args, inputs, kind, made, place, rows)
+                got = deliver(self._send, launch, order, args, (self._add_send, inputs, kind, made, place), x, rows)
             metadata, recv_x, *received = got
             event = no_event() if order is None else order.ended()
         except BaseException as error:
-            self._cancel(launch, order, token, error)
+            cancel(core, token, error, order, launch)
             if order is not None:
                 order.leave()
             elif launch is not None:
@@ -121,31 +120,6 @@ class ElasticFace:
         made.insert(METADATA, metadata)
         received = [place if recv_x is None else recv_x, *received]
         return self._dispatched(inputs, kind, kept, made, rows, per_expert, received, event)
-
-    def _deliver(
-        self,
-        launch: Launch | None,
-        order: Order | None,
-        args: tuple[Any, ...],
-        inputs: Inputs,
-        kind: Kind,
-        made: list[Tensor],
-        place: OptionalTensor,
-        rows: int,
-    ) -> tuple[Any, ...]:
-        """The second step, and its plan if there is none: recv_src_metadata, recv_x, its scales, topk_idx, weights."""
-        for _ in range(3):
-            if order is None:
-                got = self._send.run(launch, *args, begun=True)
-            else:
-                got = self._send.run_behind(order, *args, steps=2, step=2)
-            if type(got) is tuple:
-                return got
-            if got is not None:
-                self._add_send(got, inputs, kind, made, place)
-                continue
-            _torch.like(inputs[X], max(1, rows), inputs[X].shape[1])  # torch's own error, where memory is short
-        raise errors.DeepEPError(errors.INTERNAL, "the compiled face does not take the second step of a dispatch")
 
     def worst(self, ordered: Ordered, inputs: Inputs, kind: Kind) -> Dispatched | Missing | None:
         """The same without CPU sync: both steps in one."""
@@ -159,7 +133,7 @@ class ElasticFace:
         try:
             got = self._worst.run_ordered(ordered, *args)
         except errors.DeepEPError as error:
-            self._cancel(None, Ordering(core, None, ordered is not False, False), _face.begun(error), error)
+            cancel(core, _face.begun(error), error, asynchronous=ordered is not False)
             raise
         if type(got) is not tuple:
             return Missing.of(got, given)
@@ -241,18 +215,6 @@ class ElasticFace:
         exchange = getattr(handle.token_metadata_at_forward, EXCHANGE, 0)
         got = self._combine.run_ordered(ordered, x, topk_weights, first, second, *held, num_sms, num_qps, exchange)
         return got if type(got) is tuple else Missing.of(got)
-
-    # ---- their parts
-
-    def _cancel(self, launch: Launch | None, order: Ordering | None, token: int, error: BaseException) -> None:
-        """Tells the peers of a dispatch that ended after its exchange of counts (`token`; 0: not begun)."""
-        if not token:
-            return
-        if order is None:
-            order = Ordering(self._core, None, False, False)
-            if launch is not None:
-                order.launch = launch
-        order.cancel(token, error)
 
     # ---- plans, from a call of their kind that has passed every check
 

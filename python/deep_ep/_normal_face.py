@@ -63,6 +63,58 @@ def counts_waiter(core: Core) -> Callable[[int, int], tuple[int, list[int]]]:
     return wait
 
 
+def deliver(
+    site: Site,
+    launch: Launch | None,
+    order: Ordering | None,
+    args: tuple[Any, ...],
+    plan: tuple[Any, ...],
+    x: Tensor,
+    rows: int,
+) -> tuple[Any, ...]:
+    """The second step of a dispatch, and its plan if there is none.
+
+    Args:
+        site, args: of the step.
+        launch: of a synchronous call.
+        order: of an asynchronous one.
+        plan: a function that adds the plan of a key, and what it takes behind the key.
+        x, rows: what is sent, and how many rows are received.
+    """
+    add, *of_plan = plan
+    for _ in range(3):
+        got = site.run(launch, *args, begun=True) if order is None else site.run_behind(order, *args, steps=2, step=2)
+        if type(got) is tuple:
+            return got
+        if got is not None:
+            add(got, *of_plan)
+            continue
+        _torch.like(x, max(1, rows), x.shape[1])  # torch's own error, where memory is short
+    raise errors.DeepEPError(errors.INTERNAL, "the compiled face does not take the second step of a dispatch")
+
+
+def cancel(
+    core: Core,
+    token: int,
+    error: BaseException,
+    order: Ordering | None = None,
+    launch: Launch | None = None,
+    asynchronous: bool = False,
+) -> None:
+    """Tells the peers of a dispatch that ended after its exchange of counts (`token`; 0: not begun).
+
+    Args:
+        order: of the call; without one `launch` and `asynchronous` say how it was made.
+    """
+    if not token:
+        return
+    if order is None:
+        order = Ordering(core, None, asynchronous, False)
+        if launch is not None:
+            order.launch = launch
+    order.cancel(token, error)
+
+
 class NormalFace:
     """The sites of one buffer's normal-mode calls."""
 
@@ -124,11 +176,11 @@ class NormalFace:
             args = (*inputs, matrix, head, place, rows, token, exchange, segment, offset, config)
             got = self._dispatch.checked(self._dispatch.issue(*args)) if alone else None
             if type(got) is not tuple:
-                got = self._deliver(launch, order, args, inputs, place, rows)
+                got = deliver(self._dispatch, launch, order, args, (self._add_dispatch, inputs, place), x, rows)
             recv_x, source, scales, idx, weights = got
             event = no_event() if order is None else order.ended()
         except BaseException as error:
-            self._cancel(launch, order, token, error)
+            cancel(core, token, error, order, launch)
             if order is not None:
                 order.leave()
             elif launch is not None:
@@ -141,29 +193,6 @@ class NormalFace:
         handle = (matrix, sent_to, received_from, source, inputs[IN_RANK], head)
         return recv_x if scales is None else (recv_x, scales), idx, weights, per_local_expert, handle, event
 
-    def _deliver(
-        self,
-        launch: Launch | None,
-        order: Ordering | None,
-        args: tuple[Any, ...],
-        inputs: tuple[Any, ...],
-        place: OptionalTensor,
-        rows: int,
-    ) -> tuple[Any, ...]:
-        """The second step, and its plan if there is none: recv_x, recv_src_idx, scales, topk_idx, topk_weights."""
-        for _ in range(3):
-            if order is None:
-                got = self._dispatch.run(launch, *args, begun=True)
-            else:
-                got = self._dispatch.run_behind(order, *args, steps=2, step=2)
-            if type(got) is tuple:
-                return got
-            if got is not None:
-                self._add_dispatch(got, inputs, place)
-                continue
-            _torch.like(inputs[X], max(1, rows), inputs[X].shape[1])  # torch's own error, where memory is short
-        raise errors.DeepEPError(errors.INTERNAL, "the compiled face does not take the second step of a dispatch")
-
     def worst(self, ordered: Ordered, inputs: tuple[Any, ...], alignment: object, worst: int, config: int) -> Any:
         """The same with num_worst_tokens, `worst`: both steps in one."""
         core, x = self._core, inputs[X]
@@ -174,7 +203,7 @@ class NormalFace:
         try:
             got = self._worst.run_ordered(ordered, *inputs, given, alignment, worst, segment, offset, config)
         except errors.DeepEPError as error:
-            self._cancel(None, Ordering(core, None, ordered is not False, False), _face.begun(error), error)
+            cancel(core, _face.begun(error), error, asynchronous=ordered is not False)
             raise
         if type(got) is not tuple:
             return Missing.of(got, given)
@@ -207,16 +236,6 @@ class NormalFace:
         return got if type(got) is tuple else Missing.of(got)
 
     # ---- their parts
-
-    def _cancel(self, launch: Launch | None, order: Ordering | None, token: int, error: BaseException) -> None:
-        """Tells the peers of a dispatch that ended after its exchange of counts (`token`; 0: not begun)."""
-        if not token:
-            return
-        if order is None:
-            order = Ordering(self._core, None, False, False)
-            if launch is not None:
-                order.launch = launch
-        order.cancel(token, error)
 
     def _rows_for(self, x: Tensor, rows: int) -> Placed:
         """recv_x where it is not the module that allocates it, and the segment and the offset there of its rows."""
