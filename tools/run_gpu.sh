@@ -20,22 +20,8 @@ export PYTHONPATH=$PWD/python:$PWD/bench PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFE
 export DEEPEP_LIBRARY=$built/lib/libdeepep.so DEEPEP_KERNELS=$built/lib
 ranks=$((gpus < 2 ? 2 : gpus > 4 ? 4 : gpus))
 
-# run NAME SECONDS [VARIABLE=VALUE ...] -- COMMAND
-run() {
-	local name=$1 seconds=$2 settings=()
-	shift 2
-	while [ "$1" != -- ]; do settings+=("$1"); shift; done
-	shift
-	[ -z "${ONLY:-}" ] || case " $ONLY " in *" $name "*) ;; *) return ;; esac
-	local left=$((end - SECONDS)) start=$SECONDS verdict=passed
-	[ "$left" -ge 10 ] || { echo "LEFT OUT $name: no time" >>"$out/summary.txt"; return; }
-	[ "$seconds" -le "$left" ] || seconds=$left
-	env "${settings[@]}" timeout -k 3 "$seconds" "$@" >"$out/$name.log" 2>&1 || verdict="FAILED ($?)"
-	local counts
-	counts=$(grep -E '[0-9]+ (passed|failed|error|skipped)|ERROR SUMMARY' "$out/$name.log" | tail -n 2 | paste -sd ' ')
-	[[ $verdict != passed || $counts != *skipped* || $counts == *passed* ]] || verdict="NOTHING RAN"
-	echo "$verdict $name ($((SECONDS - start)) s): $counts" >>"$out/summary.txt"
-}
+counted=1
+source tools/timed_runs.sh
 
 # suite NAME SECONDS FILES OPTIONS: files of python/tests, in pools of four ranks.
 suite() {
@@ -77,6 +63,7 @@ sanitizer() { # TOOL SECONDS FILTER
 ) &
 wait
 run faults 60 -- "$built/bin/deepep" faults --engine cuda --ranks "$ranks" --faults kill,stop,exception --rounds 60
+counted=0 # figures from here on
 if [ -x "$built/bin/bench_ops" ] && [ "$gpus" -ge 2 ]; then
 	shape=(ranks="$ranks" devices="$ranks" experts=$((64 * ranks)))
 	run ops-normal 60 -- "$built/bin/bench_ops" "$cuda" "${shape[@]}" mode=normal sms=16,20,24
@@ -90,4 +77,4 @@ if [ "$gpus" -ge 2 ]; then
 	run figures 200 -- "$python" bench/gpu.py --only startup calls dense normal lowlatency --ranks "$ranks" --json "$out/figures.json"
 fi
 cat "$out/summary.txt"
-! grep -q '^FAILED' "$out/summary.txt"
+all_passed

@@ -24,32 +24,14 @@ ranks=$((gpus < 4 && !shared ? 2 : 4))
 export DEEPEP_TIMEOUT_MS=8000 DEEPEP_FIRST_TIMEOUT_MS=12000 PYTHONUNBUFFERED=1
 export DEEPEP_TEST_DEVICE=cuda DEEPEP_TEST_NODES=$ranks PYTHONDONTWRITEBYTECODE=1
 export CUDA_VISIBLE_DEVICES=${CUDA_VISIBLE_DEVICES:-$(seq -s, 0 $((shared ? 0 : ranks - 1)))}
-failed=0
 if ((shared)); then # the library gives each rank its part of the SMs, so that ranks which wait for each other run together
 	export CUDA_MPS_PIPE_DIRECTORY=$(mktemp -d) CUDA_MPS_LOG_DIRECTORY=$out DEEPEP_TEST_RANKS=$ranks
 	nvidia-cuda-mps-control -d || exit 2
 	trap 'echo quit | nvidia-cuda-mps-control' EXIT
 fi
 
-# run NAME SECONDS [VARIABLE=VALUE ...] -- COMMAND
-run() {
-	local name=$1 seconds=$2 settings=()
-	shift 2
-	while [ "$1" != -- ]; do settings+=("$1"); shift; done
-	shift
-	[ -z "${ONLY:-}" ] || case " $ONLY " in *" $name "*) ;; *) return ;; esac
-	local left=$((end - SECONDS)) start=$SECONDS verdict=passed
-	[ "$left" -ge 10 ] || { echo "LEFT OUT $name: no time" >>"$out/summary.txt"; return; }
-	[ "$seconds" -le "$left" ] || seconds=$left
-	env "${settings[@]}" timeout -k 3 "$seconds" "$@" >"$out/$name.log" 2>&1 || {
-		verdict="FAILED ($?)"
-		failed=$((failed + 1))
-	}
-	local counts
-	counts=$(grep -E ' (passed|failed|error|skipped)|cases (passed|FAILED)' "$out/$name.log" | tail -n 1)
-	[[ $verdict != passed || $counts == *passed* ]] || verdict="NOTHING RAN"
-	echo "$verdict $name ($((SECONDS - start)) s): $counts" >>"$out/summary.txt"
-}
+counted=1
+source tools/timed_runs.sh
 
 # Through the plugin all kernels are loaded at the start, which takes torch long: one that torch loads while another kernel waits for a copy
 # of the proxy waits for that kernel, and the copy for the load. And no copy may be queued behind a kernel that waits for it.
@@ -109,4 +91,4 @@ for log in "$out"/*.log; do
 	tail -n 40 "$log" | cut -c 1-400
 done
 cat "$out/summary.txt"
-exit $((failed > 0))
+all_passed
