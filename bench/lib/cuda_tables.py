@@ -7,7 +7,7 @@ import math
 from typing import Any
 
 from lib import decode_step, elastic_calls, hostcost, layer, overlap, sms
-from lib.tables import Table, duration, median, p99, ratio
+from lib.tables import Table, duration, median, p99, ratio, spread
 
 
 def make(found: dict[str, Any], options: argparse.Namespace) -> list[Table]:
@@ -120,7 +120,7 @@ def calls_table(found: dict[str, Any]) -> Table:
     )
     for way, calls in found["ways"].items():
         for name, times in calls.items():
-            cells = [f"{duration(median(times[what]))} ({duration(p99(times[what]))})" for what in ("call", "done")]
+            cells = [spread(times[what]) for what in ("call", "done")]
             table.rows.append([f"{name}, {way}" if way else name, *cells])
     return table
 

@@ -17,12 +17,12 @@ from typing import Any
 import torch
 
 import deep_ep
-from lib.kernel_clock import Meeting, host_view
+from lib.kernel_clock import Meeting
 from lib.low_latency_mode import make_buffer
 from lib.normal_mode import TOP_K, Case
 from lib.overlap import check_transfer, replayed, rows_cross_by
 from lib.ranks import Team
-from lib.tables import Table, duration, median
+from lib.tables import Table, duration
 
 TOKENS = (32, 64, 128)  # of a micro-batch
 LOCAL_EXPERTS = 8
@@ -144,13 +144,7 @@ def _measure_ways(team: Team, case: Case, weights: Weights, rounds: int, by: str
     ways = {f"halves by {by}": layers.halves}
     if by == "sm":
         ways |= {"computing alone": layers.computing, "one after another": layers.one_after_another}
-    found = {}
-    for name, layer in ways.items():
-        if team.device.type == "cuda":
-            found[name] = replayed(team, meeting, layer, rounds, layers.finish)
-        else:
-            found[name] = median(host_view(team, meeting, layer, rounds))
-            layers.finish()
+    found = {name: replayed(team, meeting, layer, rounds, layers.finish) for name, layer in ways.items()}
     team.barrier()
     buffer.destroy()
     return found

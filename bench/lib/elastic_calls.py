@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 import deep_ep
-from lib.kernel_clock import Meeting, host_view
+from lib.kernel_clock import Meeting
 from lib.normal_mode import EXPERTS, TOP_K, Case, make_input
 from lib.overlap import replayed
-from lib.python_calls import WARMUP, call_times
+from lib.python_calls import call_times
 from lib.ranks import Team
-from lib.tables import Table, duration, median, p99
+from lib.tables import Table, duration, spread
 
 Call = Callable[[], Any]
 
@@ -88,8 +88,7 @@ def _decode_round(team: Team, case: Case, expand: bool, rounds: int) -> float:
         batch.dispatch(do_cpu_sync=False)
         batch.combine()
 
-    on_gpu = team.device.type == "cuda"
-    found = replayed(team, meeting, one, rounds) if on_gpu else median(host_view(team, meeting, one, rounds, WARMUP))
+    found = replayed(team, meeting, one, rounds)
     team.barrier()
     batch.received = batch.handle = None
     batch.buffer.destroy()
@@ -118,7 +117,7 @@ def table(found: dict[str, Any]) -> Table:
     )
     for layout, calls in found["calls"].items():
         for name, times in calls.items():
-            cells = [f"{duration(median(times[what]))} ({duration(p99(times[what]))})" for what in ("call", "done")]
+            cells = [spread(times[what]) for what in ("call", "done")]
             result.rows.append([f"{name}, {layout}", *cells])
     for layout, us in found["decode"].items():
         result.rows.append([f"decoding round in a graph, {layout}", "", duration(us)])

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 
 import deep_ep
-from lib.kernel_clock import Meeting
+from lib.kernel_clock import Meeting, host_view
 from lib.low_latency_kernels import Step
 from lib.normal_kernels import Calls, make_buffer
 from lib.normal_mode import Case, make_input
@@ -130,10 +130,19 @@ class _Beside:
         return gemm, median(self._team.slowest(transfers[2:]))
 
 
+@contextmanager
+def _setting(name: str, value: str) -> Iterator[None]:
+    """An environment variable of the buffers that are made inside."""
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        del os.environ[name]
+
+
 def _copying_buffer(team: Team, case: Case) -> deep_ep.Buffer:
     """A buffer whose rows cross by copy engines: a rank's rows of two combines for each peer fit into the region."""
-    os.environ["DEEPEP_NORMAL_TRANSFER"] = "copy"
-    try:
+    with _setting("DEEPEP_NORMAL_TRANSFER", "copy"):
         buffer = deep_ep.Buffer(
             team.group,
             num_nvl_bytes=4 * case.ranks * (case.tokens * case.hidden * 2 + (1 << 20)),
@@ -141,8 +150,6 @@ def _copying_buffer(team: Team, case: Case) -> deep_ep.Buffer:
             preinitialize=True,
             engine=team.engine,
         )
-    finally:
-        del os.environ["DEEPEP_NORMAL_TRANSFER"]
     if buffer.normal_transfer != "copy":
         raise RuntimeError("no copy engines move the rows of this buffer")
     return buffer
@@ -177,10 +184,14 @@ def _normal_case(team: Team, case: Case, rounds: int, by: str) -> list[dict[str,
 
 
 def replayed(team: Team, meeting: Meeting, pattern: Call, rounds: int, after: Call = lambda: None) -> float:
-    """Time in us of a pattern in a graph of several, by events around the replay.
+    """Time in us of a pattern in a graph of several, by events around the replay. Without a GPU: by the host's clock.
 
     `after` issues what the last pattern has left.
     """
+    if team.device.type != "cuda":
+        found = median(host_view(team, meeting, pattern, rounds))
+        after()
+        return found
     pattern()
     after()
     graph = torch.cuda.CUDAGraph()
@@ -214,14 +225,9 @@ def _repeated(call: Call, count: int) -> None:
         call()
 
 
-@contextmanager
-def rows_cross_by(transfer: str) -> Iterator[None]:
+def rows_cross_by(transfer: str) -> AbstractContextManager[None]:
     """Buffers that are made inside move the rows of low-latency halves by SMs ("sm"), or by copy engines ("copy")."""
-    os.environ["DEEPEP_LL_TRANSFER"] = transfer
-    try:
-        yield
-    finally:
-        del os.environ["DEEPEP_LL_TRANSFER"]
+    return _setting("DEEPEP_LL_TRANSFER", transfer)
 
 
 def check_transfer(buffer: deep_ep.Buffer, transfer: str) -> None:

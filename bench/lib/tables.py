@@ -31,6 +31,11 @@ def duration(us: float) -> str:
     return f"{us / 1000:.2f} ms" if us < 100_000 else f"{us / 1000:.0f} ms"
 
 
+def spread(values: Sequence[float]) -> str:
+    """The median of times in us, and their 99th percentile in brackets."""
+    return f"{duration(median(values))} ({duration(p99(values))})"
+
+
 def ratio(a: float, b: float) -> str:
     """a ÷ b, as '8.2 x'."""
     return "-" if not b or math.isnan(a) or math.isnan(b) else f"{a / b:.2f} x"
