@@ -81,12 +81,12 @@ def deliver(
         plan: a function that adds the plan of a key, and what it takes behind the key.
         x, rows: what is sent, and how many rows are received.
     """
-    add, *of_plan = plan
     for _ in range(3):
         got = site.run(launch, *args, begun=True) if order is None else site.run_behind(order, *args, steps=2, step=2)
         if type(got) is tuple:
             return got
         if got is not None:
+            add, *of_plan = plan
             add(got, *of_plan)
             continue
         _torch.like(x, max(1, rows), x.shape[1])  # torch's own error, where memory is short
