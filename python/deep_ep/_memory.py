@@ -222,25 +222,35 @@ class RowPool:
         """Rows are placed by what `make` gives for torch's number of the pool, as far as it can."""
         self._placer = make(self._pool.id)
 
-    def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor | None:
-        """A tensor in the segment, or None if there is no room now."""
-        return self._allocate(device.index, _torch.empty, shape, dtype, device) if self._may_allocate() else None
-
     def rows_like(self, x: Tensor, rows: int) -> Tensor | None:
-        """The same, of `rows` rows like those of x, in less time."""
-        placed = self.place(x, rows)
+        """`rows` rows like those of x, which was checked, in the segment; None if there is no room now."""
+        placed = self._place(x, rows, self._like)
         return None if placed is None else placed[0]
 
     def place(self, x: Tensor, rows: int) -> tuple[Tensor, int | None] | None:
-        """The same, and where it begins in the segment, in bytes; None there if it does not lie in it."""
+        """The same of any x that says it has two dimensions, and where the rows begin in the segment, in bytes.
+
+        None there if they do not lie in it.
+        """
+        return self._place(x, rows, self._plain)
+
+    def _place(self, x: Tensor, rows: int, make: Callable[..., Tensor | None]) -> tuple[Tensor, int | None] | None:
         if not self._may_allocate():
             return None
         if self._placer is not None:
             placed = self._placer(x, x.element_size(), rows)
             if placed is not None:
                 return placed if placed[1] < self.count else (placed[0], None)
-        tensor = self._allocate(x.get_device(), _torch.like, x, rows, x.shape[1])
+        tensor = make(x, rows)
         return None if tensor is None else (tensor, self.offset(tensor))
+
+    def _like(self, x: Tensor, rows: int) -> Tensor | None:
+        return self._allocate(x.get_device(), _torch.like, x, rows, x.shape[1])
+
+    def _plain(self, x: Tensor, rows: int) -> Tensor | None:
+        if x.device.type != "cuda" or x.is_quantized:  # it will be refused
+            return None
+        return self._allocate(x.get_device(), _torch.empty, (rows, x.shape[1]), x.dtype, x.device)
 
     def _may_allocate(self) -> bool:
         if self._pause > 0:

@@ -14,6 +14,7 @@ import cases
 import checks
 import elastic
 import normal
+import victims
 from cases import Case
 from conftest import full
 
@@ -450,7 +451,7 @@ def rank_dropped(ctx):
                 event = None
             else:
                 with pytest.raises(RuntimeError, match="rank 1"):
-                    event.wait()
+                    victims.settled(ctx, buffer, event.wait)()
             elastic.check(elastic.dispatch(ctx, buffer, exchange, CASE))
         buffer.combine(rows, call.handle, **given)
         assert torch.equal(buffer.combine(rows, call.handle)[0], wanted)
