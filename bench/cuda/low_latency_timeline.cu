@@ -8,9 +8,9 @@ using namespace deepep;
 namespace {
 
 constexpr int kCalls = 64, kBlocks = 192;
-const char *const kNames[kNumMarks] = {
-    "begin", "slots empty", "first row out",  "counts out",     "all sent", "counts known",
-    "",      "last header", "last row taken", "last block out", "end"};
+const char *const kNames[kNumMarks] = {"begin",          "begun",          "slots empty",  "first row out",
+                                       "counts out",     "all sent",       "counts known", "last header",
+                                       "last row taken", "last block out", "end"};
 
 double median(std::vector<double> &all) {
   if (all.empty()) return NAN;

@@ -75,6 +75,19 @@ __device__ __forceinline__ uint32_t atomic_add_acq_rel_gpu(uint32_t *address, ui
   asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;" : "=r"(before) : "l"(address), "r"(value) : "memory");
   return before;
 }
+__device__ __forceinline__ uint64_t atomic_add_acq_rel_gpu(uint64_t *address, uint64_t value) {
+  uint64_t before;
+  asm volatile("atom.acq_rel.gpu.global.add.u64 %0, [%1], %2;" : "=l"(before) : "l"(address), "l"(value) : "memory");
+  return before;
+}
+__device__ __forceinline__ uint64_t atomic_add_relaxed_gpu(uint64_t *address, uint64_t value) {
+  uint64_t before;
+  asm volatile("atom.relaxed.gpu.global.add.u64 %0, [%1], %2;" : "=l"(before) : "l"(address), "l"(value) : "memory");
+  return before;
+}
+__device__ __forceinline__ void atomic_or_relaxed_gpu(uint64_t *address, uint64_t value) {
+  asm volatile("red.relaxed.gpu.global.or.b64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
+}
 
 // ---- Fences ---------------------------------------------------------------------------------------------------------
 

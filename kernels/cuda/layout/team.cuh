@@ -52,6 +52,11 @@ struct WaitingCount {
 };
 constexpr int kWaitingCounts = 8;  // kernels that may end without copying their counts, or those before, to the page
 
+// Scratch::exits: how many blocks have left the running kernel; whether the last one has to look at more than that,
+// since a block has failed, refused something or found what an earlier kernel left; above, when block 0 of a
+// low-latency kernel began, in ns. So the last block knows all this from its own addition, without a load.
+enum : uint64_t { kExitCount = 0xffff, kExitLooks = 1 << 16, kExitTimeAt = 24 };
+
 constexpr int kRoutedBlocks = 16;  // that count the choices of a notify with a routing, at most
 
 // Device memory of one team, zeroed once. Only this rank's kernels access it.
@@ -59,10 +64,10 @@ struct Scratch {
   uint64_t epoch;              // of the operation that runs now; the last block out adds one
   uint64_t low_latency_epoch;  // likewise, for low-latency calls
   uint64_t low_latency_dispatches;
-  uint32_t sticky;                           // DK_* of the first failure
-  uint32_t exits;                            // blocks that left the running kernel
-  uint32_t blocks_sent;                      // blocks whose rows are all out
+  uint64_t exits;                            // see kExitCount
+  alignas(8) uint32_t sticky;                // DK_* of the first failure
   uint32_t failed;                           // not 0: the team had failed when the newest kernel ended
+  uint32_t blocks_sent;                      // blocks whose rows are all out
   uint32_t refusing;                         // Refusing: of the running kernel
   uint32_t unsettled;                        // 1: `leftover` is set
   uint64_t start_ns;                         // of the running kernel

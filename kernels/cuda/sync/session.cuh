@@ -8,23 +8,36 @@ namespace deepep {
 // ends its waits, not its sends: a block that begins late still sends what peers wait for, if only to fail there.
 __device__ inline bool begin(const Session &s) {
   if (blockIdx.x == 0 && threadIdx.x == 0) s.team.scratch->start_ns = ptx::global_timer_ns();
-  return __syncthreads_or(threadIdx.x == 0 && ptx::ld_relaxed_gpu(&s.team.scratch->failed) != 0) == 0;
+  bool failed = false;
+  if (threadIdx.x == 0) {
+    failed = ptx::ld_relaxed_gpu(&s.team.scratch->failed) != 0;
+    if (failed) let_last_block_look(s);
+  }
+  return __syncthreads_or(failed) == 0;
 }
 
-// Whole block. The block that leaves last runs `last(failed)`; it sees all that the others wrote on this device.
+// Whole block. The block that leaves last runs `last(failed)`; it sees all that the others wrote on this device. It
+// looks for a failure or a refusal only where a block has found one.
 template <class Last>
 __device__ inline void finish(const Session &s, Last last) {
-  __shared__ uint32_t left_before;
+  __shared__ uint32_t exits;
+  Scratch *scratch = s.team.scratch;
   __syncthreads();
-  if (threadIdx.x == 0) left_before = ptx::atomic_add_acq_rel_gpu(&s.team.scratch->exits, 1);
+  if (threadIdx.x == 0)  // of these kernels the lower half has all
+    exits = ptx::atomic_add_acq_rel_gpu(reinterpret_cast<uint32_t *>(&scratch->exits), 1) + 1;
   __syncthreads();
-  if (left_before != gridDim.x - 1) return;
-  const bool failed = has_failed(s), voided = ptx::ld_relaxed_gpu(&s.team.scratch->refusing) == kVoid;
-  __syncthreads();  // all threads have read `refusing`
-  if (threadIdx.x == 0) {
-    s.team.scratch->exits = s.team.scratch->refusing = 0;
-    s.team.scratch->failed = failed;
+  if ((exits & kExitCount) != gridDim.x) return;
+  bool failed = false, voided = false;
+  if ((exits & kExitLooks) != 0) {
+    failed = has_failed(s);
+    voided = ptx::ld_relaxed_gpu(&scratch->refusing) == kVoid;
+    __syncthreads();  // all threads have read `refusing`
+    if (threadIdx.x == 0) {
+      scratch->refusing = 0;
+      scratch->failed = failed;
+    }
   }
+  if (threadIdx.x == 0) scratch->exits = 0;
   last(failed || voided);
 }
 
@@ -210,7 +223,7 @@ __device__ inline bool is_refused(const Session &s, const Handshake &hand, int r
     seen = INT64_MIN;
   }
   if (field == DK_FIELD_CANCELLED && r == s.team.rank)
-    atomicExch(&s.team.scratch->refusing, static_cast<uint32_t>(kVoid));  // the engine has told its caller
+    refuse_quietly(s);  // the engine has told its caller
   else if (field != DK_FIELD_NONE && blockIdx.x == 0)
     report_refusal(s, kVoid, code, r, field, expected, seen);
   return field != DK_FIELD_NONE;

@@ -7,7 +7,8 @@
 
 namespace deepep {
 
-constexpr int kOpCounters = 8;  // words of dk_op_stats before its histogram
+// Words of dk_op_stats before its histogram: calls, errors, total_ns, max_ns, wait_ns, bytes, last_start_ns, last_ns.
+constexpr int kOpCounters = 8, kWaitCounter = 4, kBytesCounter = 5;
 static_assert(sizeof(dk_op_stats) == 8 * (kOpCounters + DK_HIST_BUCKETS), "eight counters and the histogram");
 static_assert(sizeof(dk_trace_record) == 32, "four words");
 
@@ -82,65 +83,73 @@ __device__ inline void publish_newest_by_last_warp(const TeamView &team, uint64_
   if (warp_id() == static_cast<int>(blockDim.x) / kWarp - 1) publish_newest(team, at_least);
 }
 
-// What counting reads of the scratch, loaded together by the last warp of the last block: each load by itself would
-// cost the latency of memory. Lane l has counter l, and the bytes and waits of peer l.
+// What counting reads of the scratch, loaded together by the last warp of a block: each load by itself would cost the
+// latency of memory. Of the calls before: lane l has counter l.
 struct CountLoads {
-  uint64_t counter, start, before, waiting, next, progress, sent, waited;
+  uint64_t counter, before, waiting, next, progress;
 };
 __device__ __forceinline__ CountLoads load_counts(const Session &s, const uint64_t *half) {
   const Scratch *scratch = s.team.scratch;
   const int lane = lane_id();
-  const bool peer = lane < s.team.num_ranks;
   CountLoads loads;
-  loads.sent = peer ? load_fresh(&scratch->sent_bytes[lane]) : 0;
-  loads.waited = peer ? load_fresh(&scratch->wait_ns[lane]) : 0;
   loads.counter = lane < kOpCounters ? load_fresh(reinterpret_cast<const uint64_t *>(&scratch->ops[s.op]) + lane) : 0;
-  loads.start = load_fresh(&scratch->start_ns);
   loads.before = half != nullptr ? load_fresh(half) : 0;
   loads.waiting = load_fresh(&scratch->num_waiting);
   loads.next = load_fresh(&scratch->trace_next);
   loads.progress = load_fresh(&scratch->progress);
   return loads;
 }
+// Of this call: lane l has peer l.
+struct PeerLoads {
+  uint64_t sent, waited;
+};
+__device__ __forceinline__ PeerLoads load_peers(const Session &s) {
+  const int lane = lane_id();
+  if (lane >= s.team.num_ranks) return {0, 0};
+  return {load_fresh(&s.team.scratch->sent_bytes[lane]), load_fresh(&s.team.scratch->wait_ns[lane])};
+}
 
-// Whole warp: moves sent_bytes and wait_ns of the kernel to the counters of each peer. `bytes`: of all peers; `wait`:
-// the longest, for a kernel waits for all ranks at the same time.
-__device__ inline void count_peers(const Session &s, const CountLoads &loads, uint64_t &bytes, uint64_t &wait) {
+__device__ __forceinline__ void add_to(uint64_t *counter, uint64_t more) {
+  atomicAdd(reinterpret_cast<unsigned long long *>(counter), static_cast<unsigned long long>(more));
+}
+// Payload on the wire toward a rank.
+__device__ __forceinline__ void count_bytes(const Session &s, int rank, uint64_t bytes) {
+  add_to(&s.team.scratch->peer_bytes[s.op][rank], bytes);
+  add_to(reinterpret_cast<uint64_t *>(&s.team.scratch->ops[s.op]) + kBytesCounter, bytes);
+}
+
+// Whole warp: moves sent_bytes and wait_ns of the kernel to the counters of each peer and of the operation. That one
+// gets the longest wait, for a kernel waits for all ranks at the same time.
+__device__ inline void count_peers(const Session &s, const PeerLoads &loads) {
   Scratch *scratch = s.team.scratch;
-  bytes = wait = 0;
+  uint64_t wait = 0;
   for (int r = lane_id(); r < s.team.num_ranks; r += kWarp) {
     const bool first = r < kWarp;
     const uint64_t sent = first ? loads.sent : scratch->sent_bytes[r],
                    waited = first ? loads.waited : scratch->wait_ns[r];
     if (sent != 0) {  // taken, not cleared: what another block adds meanwhile stays
-      atomicAdd(reinterpret_cast<unsigned long long *>(&scratch->peer_bytes[s.op][r]),
-                static_cast<unsigned long long>(sent));
-      atomicAdd(reinterpret_cast<unsigned long long *>(&scratch->sent_bytes[r]),
-                static_cast<unsigned long long>(-static_cast<long long>(sent)));
+      count_bytes(s, r, sent);
+      add_to(&scratch->sent_bytes[r], 0 - sent);
     }
-    if (waited != 0)
-      atomicAdd(reinterpret_cast<unsigned long long *>(&scratch->peer_wait_ns[s.op][r]),
-                static_cast<unsigned long long>(waited));
-    scratch->wait_ns[r] = 0;
-    bytes += sent;
+    if (waited != 0) {
+      add_to(&scratch->peer_wait_ns[s.op][r], waited);
+      scratch->wait_ns[r] = 0;
+    }
     wait = max(wait, waited);
   }
-  for (int step = kWarp / 2; step > 0; step /= 2) {
-    bytes += __shfl_xor_sync(kAllLanes, bytes, step);
+  for (int step = kWarp / 2; step > 0; step /= 2)
     wait = max(wait, static_cast<uint64_t>(__shfl_xor_sync(kAllLanes, wait, step)));
-  }
+  if (lane_id() == 0 && wait != 0) add_to(reinterpret_cast<uint64_t *>(&scratch->ops[s.op]) + kWaitCounter, wait);
 }
 
-// By the last warp of the last block; each lane has one counter. Where a call is several kernels, `half` holds the time
-// of those before the last.
-__device__ inline void record_loaded(const Session &s, const CountLoads &loads, uint64_t *half, bool last_half,
-                                     bool failed) {
+// By the last warp of the last block, of a kernel that began at `start`; each lane has one counter. Where a call is
+// several kernels, `half` holds the time of those before the last. Waits and bytes are counted by themselves.
+__device__ inline void record_loaded(const Session &s, const CountLoads &loads, uint64_t start, uint64_t *half,
+                                     bool last_half, bool failed) {
   Scratch *scratch = s.team.scratch;
   const int lane = lane_id();
   auto *op = reinterpret_cast<uint64_t *>(&scratch->ops[s.op]);
-  const uint64_t now = ptx::global_timer_ns(), start = loads.start, before = loads.before, counter = loads.counter;
-  uint64_t bytes, wait;
-  count_peers(s, loads, bytes, wait);
+  const uint64_t now = ptx::global_timer_ns(), before = loads.before, counter = loads.counter;
   // No kernel did so for long. Not where the team has failed: its buffer may be gone, and the page with it.
   const bool full = loads.waiting >= kWaitingCounts;
   if (full && !failed) publish_newest(s.team);
@@ -148,16 +157,13 @@ __device__ inline void record_loaded(const Session &s, const CountLoads &loads, 
   const uint64_t waiting = full ? 0 : loads.waiting;
   const uint64_t duration = now - start, total = duration + before, begun = start + s.team.clock_offset_ns;
   const int bucket = last_half ? duration_bucket(total) : DK_HIST_BUCKETS;
-  // calls, errors, total_ns, max_ns, wait_ns, bytes, last_start_ns, last_ns
   const uint64_t grown = lane == 0   ? counter + (last_half ? 1 : 0)
                          : lane == 1 ? counter + (last_half && failed ? 1 : 0)
                          : lane == 2 ? counter + duration
                          : lane == 3 ? (last_half ? max(counter, total) : counter)
-                         : lane == 4 ? counter + wait
-                         : lane == 5 ? counter + bytes
                          : lane == 6 ? (last_half ? begun : counter)
                                      : (last_half ? total : counter);
-  if (lane < kOpCounters) op[lane] = grown;
+  if (lane < kOpCounters && lane != kWaitCounter && lane != kBytesCounter) op[lane] = grown;
   if (lane == 8 && last_half) atomicAdd(reinterpret_cast<unsigned long long *>(op + kOpCounters + bucket), 1ull);
   if (lane == 9) {
     scratch->waiting[waiting] = {
@@ -174,8 +180,12 @@ __device__ inline void record_loaded(const Session &s, const CountLoads &loads, 
 
 // By the last block: its last warp loads and counts.
 __device__ inline void record_kernel(const Session &s, uint64_t *half, bool last_half, bool failed) {
-  if (warp_id() == static_cast<int>(blockDim.x) / kWarp - 1)
-    record_loaded(s, load_counts(s, half), half, last_half, failed);
+  if (warp_id() != static_cast<int>(blockDim.x) / kWarp - 1) return;
+  const PeerLoads peers = load_peers(s);
+  const CountLoads loads = load_counts(s, half);
+  const uint64_t start = load_fresh(&s.team.scratch->start_ns);
+  count_peers(s, peers);
+  record_loaded(s, loads, start, half, last_half, failed);
 }
 
 }  // namespace deepep

@@ -2,6 +2,8 @@
 // whose wait ended goes on to its end without waiting again. Waits for another rank have a time limit and name that
 // rank; those inside a block (spin_in_block) need neither.
 #pragma once
+#include <cstddef>
+
 #include "cuda/common/ptx.cuh"
 #include "cuda/layout/team.cuh"
 
@@ -14,6 +16,19 @@ constexpr uint32_t kLeftBefore = 0x7fffffffu;  // another thread of this rank ha
 constexpr uint32_t kLeaving = 0x80000000u;
 
 __device__ inline bool has_failed(const Session &s) { return ptx::ld_relaxed_gpu(&s.team.scratch->sticky) != 0; }
+
+// `sticky` and, above it, `failed`.
+__device__ __forceinline__ uint64_t load_failures(const Session &s) {
+  static_assert(offsetof(Scratch, failed) == offsetof(Scratch, sticky) + 4 && offsetof(Scratch, sticky) % 8 == 0,
+                "one word");
+  return ptx::ld_relaxed_gpu(reinterpret_cast<const uint64_t *>(&s.team.scratch->sticky));
+}
+__device__ __forceinline__ bool had_failed(uint64_t failures) { return failures >> 32 != 0; }
+
+// The last block of the running kernel has to look for a failure or a refusal. A block that says so leaves after that.
+__device__ __forceinline__ void let_last_block_look(const Session &s) {
+  ptx::atomic_or_relaxed_gpu(&s.team.scratch->exits, kExitLooks);
+}
 
 // A record for the host, complete before its code is seen.
 __device__ __forceinline__ void store_record(const Session &s, dk_failure *to, uint32_t code, int peer, uint32_t field,
@@ -34,7 +49,9 @@ __device__ __forceinline__ void store_record(const Session &s, dk_failure *to, u
 // The first failure of a team goes into host memory. Later ones are dropped.
 __device__ __noinline__ inline void report_failure(const Session &s, uint32_t code, int peer, uint32_t field,
                                                    int64_t expected, int64_t seen, uint64_t waited_ns) {
-  if (code == kLeftBefore || atomicCAS(&s.team.scratch->sticky, 0u, code) != 0) return;
+  const bool first = code != kLeftBefore && atomicCAS(&s.team.scratch->sticky, 0u, code) == 0;
+  let_last_block_look(s);
+  if (!first) return;
   dk_status *status = s.team.status;
   store_record(s, &status->failure, code, peer, field, expected, seen, waited_ns);
   ptx::st_release_sys(&status->sticky, code);
@@ -43,10 +60,18 @@ __device__ __noinline__ inline void report_failure(const Session &s, uint32_t co
 // What a call's wrong contents mean for its outputs: they hold what the call made of the right ones, or nothing.
 enum Refusing : uint32_t { kNoted = 1, kVoid = 2 };
 
+// The outputs hold nothing, and no record says why.
+__device__ __forceinline__ void refuse_quietly(const Session &s) {
+  atomicExch(&s.team.scratch->refusing, static_cast<uint32_t>(kVoid));
+  let_last_block_look(s);
+}
+
 // The first refusal of a kernel, into a free entry of host memory; the team goes on.
 __device__ __noinline__ inline void report_refusal(const Session &s, Refusing what, uint32_t code, int peer,
                                                    uint32_t field, int64_t expected, int64_t seen) {
-  if (atomicCAS(&s.team.scratch->refusing, 0u, static_cast<uint32_t>(what)) != 0) {
+  const bool first = atomicCAS(&s.team.scratch->refusing, 0u, static_cast<uint32_t>(what)) == 0;
+  let_last_block_look(s);
+  if (!first) {
     if (what == kVoid) atomicExch(&s.team.scratch->refusing, static_cast<uint32_t>(kVoid));
     return;
   }

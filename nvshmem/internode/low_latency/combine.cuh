@@ -43,7 +43,7 @@ __device__ inline void send_expert_row(const InternodeLlCombineParams &c, uint64
   }
   deliver(p, dest, expert_row_at(p, epoch, expert, token), from, bytes, expert_word_at(p, epoch, expert, token),
           signal_word(epoch, rank, kind));
-  if (lane_id() == 0) add_sent_bytes(p.session, dest, 2ull * p.hidden);
+  if (lane_id() == 0) count_bytes(p.session, dest, 2ull * p.hidden);
 }
 
 // Whole block: the rows for ranks of which `sums` has no sums. before: shared, [L + 1].

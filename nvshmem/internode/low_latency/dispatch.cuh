@@ -162,7 +162,7 @@ __device__ inline void send_token(const InternodeLlDispatchParams &d, uint64_t e
     const uint64_t to = row_at(p, epoch, rank, dest == rank ? token : number);
     deliver(p, dest, to, stage, brings_weights ? p.at.row_bytes : p.at.weights_at, row_word_at(p, epoch, rank, number),
             signal_word(epoch, rank, static_cast<uint32_t>(token)));
-    if (lane_id() == 0) add_sent_bytes(s, dest, dispatch_payload(p));
+    if (lane_id() == 0) count_bytes(s, dest, dispatch_payload(p));
   }
   __syncthreads();
 }

@@ -292,7 +292,7 @@ __device__ inline void send_sum(const InternodeLlParams &p, uint64_t epoch, int 
   ptx::barrier_among<kLlGroupThreads>(1 + group);
   if (thread >= kWarp) return;
   deliver(p, dest, at, to, bytes, expert_word_at(p, epoch, expert, token), signal_word(epoch, team.rank, kind));
-  if (thread == 0) add_sent_bytes(p.session, dest, 2ull * p.hidden);
+  if (thread == 0) count_bytes(p.session, dest, 2ull * p.hidden);
 }
 
 // Groups take tokens in turn: the first one of each source, then the second ones. The control block has none where the

@@ -66,7 +66,7 @@ __device__ inline void read_row_words(const P &p, const LowLatencyCall *calls, i
       const uint32_t code = warp_wait_until(
           s, peer, waited,
           [&] {
-            if (wait && !has_tag(word, combine_tag(call.epoch))) word = ptx::ld_relaxed_sys(mine);
+            if (needed && !has_tag(word, combine_tag(call.epoch))) word = ptx::ld_relaxed_sys(mine);
             return __all_sync(kAllLanes, !wait || has_tag(word, combine_tag(call.epoch))) != 0;
           },
           [&] { return wait && !has_tag(word, combine_tag(call.epoch)) ? rank : -1; });
@@ -252,6 +252,7 @@ __global__ void __launch_bounds__(kLlThreads, 1) combine(const __grid_constant__
     bases[i] = first_row_of(p, p.layout_range()[i]);
   const bool begun = begin_low_latency(p, start, peers);
   const LowLatencyCall call = low_latency_call(p, start, false);
+  mark(kMarkBegun, threadIdx.x == 0);
   if (begun) {
     if (is_last_warp() && sends_weights(p)) send_weights(p, call, peers, entry);
     if (is_control_block()) post_low_latency(p, call, peers, control);
@@ -282,7 +283,7 @@ __global__ void __launch_bounds__(kLlThreads, 1) combine(const __grid_constant__
     }
     mark(kMarkArrived, true);
   }
-  finish_low_latency(p, call, calls, [&](bool failed) {
+  finish_low_latency(p, start.begun_ns, call, calls, [&](bool failed) {
     if (failed && p.receives()) clear_combined(p, p.combined_x());
   });
   end_timeline(1, call.epoch);

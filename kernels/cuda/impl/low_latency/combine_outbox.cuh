@@ -52,7 +52,7 @@ __device__ inline void take_counts_beside(const CopiedCombineParams &p) {
   SumsBeside *beside = &scratch->beside[p.ticket];
   for (int r = threadIdx.x; r < p.session.team.num_ranks; r += kLlThreads) {
     const uint64_t bytes = load_fresh(&beside->sent_bytes[r]), waited = load_fresh(&beside->wait_ns[r]);
-    if (bytes != 0) add_sent_bytes(p.session, r, bytes);
+    if (bytes != 0) count_bytes(p.session, r, bytes);
     if (waited != 0) scratch->wait_ns[r] += waited;
     beside->sent_bytes[r] = beside->wait_ns[r] = 0;
   }

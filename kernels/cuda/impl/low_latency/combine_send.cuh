@@ -286,7 +286,7 @@ __device__ inline void send_expert_row(const P &p, const LowLatencyCall &call, u
     if (thread == 0)
       ptx::st_relaxed_sys(row_word(p, peers[which.dest], call, number()), tagged(combine_tag(call.epoch), kKindLogfmt));
   }
-  if (sent && thread == 0) add_sent_bytes(p.session, which.dest, 2ull * p.hidden);
+  if (sent && thread == 0) count_bytes(p.session, which.dest, 2ull * p.hidden);
 }
 
 // By a group: a row of this rank's first expert goes into the outbox by itself; zeros where a token has none. `found`:
@@ -321,7 +321,7 @@ __device__ __noinline__ inline void pack_first_expert(const CopiedCombineParams 
                       kLlGroupThreads);
     if (thread == 0) ptx::st_relaxed_sys(word, tagged(combine_tag(call.epoch), kKindLogfmt));
   }
-  if (thread == 0) add_sent_bytes(p.session, dest, 2ull * p.hidden);
+  if (thread == 0) count_bytes(p.session, dest, 2ull * p.hidden);
 }
 
 // By the groups of a worker, in turn: sums, or each row by itself. The caller has filled the list of a group's first
@@ -364,7 +364,7 @@ __device__ inline void send_items(const P &p, const LowLatencyCall &call, const 
     }
     if (list->count > 0) {
       send_sum(p, call, list, peers[item.dest], item.dest, item.token, thread);
-      if (thread == 0) add_sent_bytes(p.session, item.dest, 2ull * p.hidden);
+      if (thread == 0) count_bytes(p.session, item.dest, 2ull * p.hidden);
     } else if constexpr (P::kCopies) {
       if (goes_by_copy(p, item.dest)) empty_outbox_row(p, item.dest, item.token, thread);
     }

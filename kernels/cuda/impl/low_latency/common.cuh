@@ -335,46 +335,57 @@ __device__ inline void end_low_latency(const P &p, const LowLatencyCall &call, c
     if (p.sends()) scratch->sent[call.slot()][r] = call.epoch;
     if (!p.receives() || failed || calls[r].epoch == 0) continue;
     if (!leaves) scratch->consumed[calls[r].slot()][r] = calls[r].epoch;
-    scratch->seen[r] = max(scratch->seen[r], calls[r].epoch);
-    if (calls[r].epoch == call.epoch && calls[r].dispatch == call.dispatch &&
-        (p.session.team.flags & DK_TEAM_SHRINK) == 0)
+    if ((p.session.team.flags & DK_TEAM_SHRINK) == 0) {
+      scratch->seen[r] = call.epoch;
       continue;
+    }
+    scratch->seen[r] = max(scratch->seen[r], calls[r].epoch);
     scratch->epoch_ahead[r] = static_cast<int64_t>(calls[r].epoch - call.epoch);
     scratch->dispatch_ahead[r] = static_cast<int64_t>(calls[r].dispatch - call.dispatch);
     scratch->returned[r] = 0;
   }
 }
 
-// Whole block; as with finish(), the last block to leave sees what the others wrote. Its last warp loads the counters
-// together with the team's state.
+// Whole block; as with finish(), the last block to leave sees what the others wrote, where it has to look at that.
+// Mostly it has not, and does without a load: what it counts with has been loaded meanwhile by every block's last warp,
+// and what the control block has waited for that block counts itself.
 template <class P, class Outputs>
-__device__ inline void finish_low_latency(const P &p, const LowLatencyCall &call, const LowLatencyCall *calls,
-                                          Outputs outputs) {
+__device__ inline void finish_low_latency(const P &p, uint64_t begun_ns, const LowLatencyCall &call,
+                                          const LowLatencyCall *calls, Outputs outputs) {
   Scratch *scratch = p.session.team.scratch;
-  __shared__ uint32_t left_before;
-  // The last block reads what others wrote only to compact it after a loss, the control block's times, and bytes sent
-  // (the next call counts those that come too late): a worker's rows need no order before its exit, they are complete
-  // when the kernel is.
-  const bool ordered = (p.session.team.flags & DK_TEAM_SHRINK) != 0 || is_control_block();
-  __syncthreads();
-  if (threadIdx.x == 0)
-    left_before = ordered ? ptx::atomic_add_acq_rel_gpu(&scratch->exits, 1) : atomicAdd(&scratch->exits, 1u);
-  __syncthreads();
-  if (left_before != gridDim.x - 1) return;
-  mark(kMarkLeft, threadIdx.x == 0);
+  __shared__ uint64_t exits;
+  // The last block reads what others wrote only to mend it after a loss: a worker's rows need no order before its exit,
+  // they are complete when the kernel is.
+  const bool shrinks = (p.session.team.flags & DK_TEAM_SHRINK) != 0;
   uint64_t *half = p.sends() && p.receives() ? nullptr : &scratch->half_ns[p.ticket];
-  const Notes notes{ptx::ld_relaxed_gpu(&scratch->refusing), ptx::ld_relaxed_gpu(&scratch->unsettled)};
-  bool failed;
+  CountLoads loads{};
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    const uint64_t mine = 1 | (blockIdx.x == 0 ? begun_ns << kExitTimeAt : 0);
+    exits = mine + (shrinks || is_control_block() ? ptx::atomic_add_acq_rel_gpu(&scratch->exits, mine)
+                                                  : ptx::atomic_add_relaxed_gpu(&scratch->exits, mine));
+  }
   if (is_last_warp()) {
-    const CountLoads loads = load_counts(p.session, half);
+    loads = load_counts(p.session, half);
+    if (is_control_block()) count_peers(p.session, load_peers(p.session));
+  }
+  __syncthreads();
+  if ((exits & kExitCount) != gridDim.x) return;
+  mark(kMarkLeft, threadIdx.x == 0);
+  const bool looks = shrinks || (exits & kExitLooks) != 0;
+  Notes notes{};
+  bool failed = false;
+  if (looks) {
+    ptx::fence_acq_rel_sys();
+    notes = {ptx::ld_relaxed_gpu(&scratch->refusing), ptx::ld_relaxed_gpu(&scratch->unsettled)};
     failed = has_failed(p.session);
-    record_loaded(p.session, loads, half, p.receives(), failed);
-  } else {
-    failed = has_failed(p.session);
-    if (threadIdx.x == 0) {
-      scratch->exits = 0;
-      scratch->failed = failed;
-    }
+  }
+  if (is_last_warp()) {
+    const uint64_t now = ptx::global_timer_ns(), passed = (now - (exits >> kExitTimeAt)) << kExitTimeAt >> kExitTimeAt;
+    record_loaded(p.session, loads, now - passed, half, p.receives(), failed);
+  } else if (threadIdx.x == 0) {
+    scratch->exits = 0;
+    if (looks) scratch->failed = failed;
   }
   outputs(failed);
   end_low_latency(p, call, calls, notes, failed);

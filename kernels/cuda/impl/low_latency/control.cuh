@@ -101,19 +101,24 @@ __device__ __forceinline__ uint64_t counts_to_publish(const P &p) {
 // memory. Nothing here may use a loaded value.
 struct EarlyStart {
   uint64_t epoch, dispatch;  // of the newest call, or of the ticket
-  uint32_t failed;           // the first thread's
+  uint64_t failures;         // the first thread's
+  uint32_t unsettled;        // likewise
+  uint64_t begun_ns;         // likewise, of block 0
   uint8_t *peer;             // thread r's: the block of rank r
 };
 template <class P>
 __device__ __forceinline__ EarlyStart load_start(const P &p) {
   const TeamView &team = p.session.team;
   Scratch *scratch = team.scratch;
-  if (blockIdx.x == 0 && threadIdx.x == 0) scratch->start_ns = ptx::global_timer_ns();
   EarlyStart start{};
+  if (blockIdx.x == 0 && threadIdx.x == 0) start.begun_ns = ptx::global_timer_ns();
   start.epoch = ptx::ld_relaxed_gpu(p.sends() ? &scratch->low_latency_epoch : &scratch->tickets[p.ticket].epoch);
   start.dispatch =
       ptx::ld_relaxed_gpu(p.sends() ? &scratch->low_latency_dispatches : &scratch->tickets[p.ticket].dispatch);
-  if (threadIdx.x == 0) start.failed = ptx::ld_relaxed_gpu(&scratch->failed);
+  if (threadIdx.x == 0) {
+    start.failures = load_failures(p.session);
+    start.unsettled = ptx::ld_relaxed_gpu(&scratch->unsettled);
+  }
   if (static_cast<int>(threadIdx.x) < team.num_ranks) start.peer = team.peers[threadIdx.x];
   return start;
 }
@@ -125,7 +130,8 @@ __device__ __forceinline__ bool begin_low_latency(const P &p, const EarlyStart &
   if (static_cast<int>(threadIdx.x) < team.num_ranks) peers[threadIdx.x] = start.peer;
 #pragma unroll 1
   for (int r = threadIdx.x + kLlThreads; r < team.num_ranks; r += kLlThreads) peers[r] = team.peers[r];
-  return __syncthreads_or(start.failed != 0) == 0;
+  if ((start.failures | start.unsettled) != 0) let_last_block_look(p.session);
+  return __syncthreads_or(had_failed(start.failures)) == 0;
 }
 template <class P>
 __device__ __forceinline__ LowLatencyCall low_latency_call(const P &p, const EarlyStart &start, bool is_dispatch) {

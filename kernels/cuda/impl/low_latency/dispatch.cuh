@@ -317,6 +317,7 @@ __global__ void __launch_bounds__(kLlThreads, 1) dispatch(const __grid_constant_
   if (p.sends() && p.num_tokens <= tile.tokens) store_first_tile(p, tile, early.codes);
   const bool begun = begin_low_latency(p, start, peers);
   const LowLatencyCall call = low_latency_call(p, start, true);
+  mark(kMarkBegun, threadIdx.x == 0);
   if (begun) {
     if (is_control_block()) post_low_latency(p, call, peers, control);
     const bool good = !p.sends() || !is_worker() || send_tokens(p, call, tile, early, &sending);
@@ -329,7 +330,7 @@ __global__ void __launch_bounds__(kLlThreads, 1) dispatch(const __grid_constant_
     }
     mark(kMarkArrived, true);
   }
-  finish_low_latency(p, call, calls, [&](bool failed) { finish_outputs(p, call, failed); });
+  finish_low_latency(p, start.begun_ns, call, calls, [&](bool failed) { finish_outputs(p, call, failed); });
   end_timeline(0, call.epoch);
 }
 

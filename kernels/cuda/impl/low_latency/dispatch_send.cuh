@@ -268,7 +268,7 @@ __device__ inline bool send_tokens(const LowLatencyDispatchParams &p, const LowL
     if (p.outbox.rows != nullptr) clear_unsent(p, token, route->rank, route->num_ranks);
     mark(kMarkRowOut, threadIdx.x == 0);
     for (int n = threadIdx.x; n < route->num_ranks; n += kLlThreads)  // payload, for the statistics
-      add_sent_bytes(p.session, route->rank[n], dispatch_payload(p));
+      count_bytes(p.session, route->rank[n], dispatch_payload(p));
     if (token + num_workers() < p.num_tokens) __syncthreads();
   }
   if (first >= p.num_tokens && !await_empty_slots(p, call, early.slot))

@@ -73,15 +73,11 @@ __device__ inline ScalePlaces scale_places(const P &p) {
   return {rows, words, format == DK_FORMAT_FP4 ? 1 : format == DK_FORMAT_NVFP4 ? 128 : rows, format};
 }
 
-// Statistics: payload on the wire toward a rank.
+// Statistics: of a row on the wire.
 template <class P>
 __device__ __forceinline__ uint64_t dispatch_payload(const P &p) {
   const int scales = p.format == DK_FORMAT_BF16 ? 0 : p.format == DK_FORMAT_FP8 ? p.hidden / 32 : p.hidden / 16;
   return static_cast<uint64_t>(value_bytes(p) + scales);
-}
-__device__ __forceinline__ void add_sent_bytes(const Session &s, int rank, uint64_t bytes) {
-  atomicAdd(reinterpret_cast<unsigned long long *>(&s.team.scratch->sent_bytes[rank]),
-            static_cast<unsigned long long>(bytes));
 }
 
 // Whole warp, a lane for each entry of a token: the weight of an expert that is named several times, by the lanes of

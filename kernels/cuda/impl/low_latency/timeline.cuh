@@ -8,19 +8,18 @@ namespace deepep {
 
 enum Mark {
   kMarkBegin,
+  kMarkBegun,
   kMarkEmpty,
   kMarkRowOut,
   kMarkCounted,
   kMarkSent,
   kMarkKnown,
-  kMarkFirstHeader,
   kMarkLastHeader,
   kMarkArrived,
   kMarkLeft,
   kMarkRecorded,
   kMarkClockBegin,
   kMarkClockEnd,
-  kMarkGpuBegin,
   kNumMarks = 16
 };
 

@@ -52,6 +52,15 @@ inline void ld_relaxed_sys_pair(const uint64_t *address, uint64_t &first, uint64
 inline uint32_t atomic_add_acq_rel_gpu(uint32_t *address, uint32_t value) {
   return __atomic_fetch_add(address, value, __ATOMIC_ACQ_REL);
 }
+inline uint64_t atomic_add_acq_rel_gpu(uint64_t *address, uint64_t value) {
+  return __atomic_fetch_add(address, value, __ATOMIC_ACQ_REL);
+}
+inline uint64_t atomic_add_relaxed_gpu(uint64_t *address, uint64_t value) {
+  return __atomic_fetch_add(address, value, __ATOMIC_RELAXED);
+}
+inline void atomic_or_relaxed_gpu(uint64_t *address, uint64_t value) {
+  __atomic_fetch_or(address, value, __ATOMIC_RELAXED);
+}
 inline void fence_acq_rel_sys() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 inline uint4 ld_stream(const void *address) {
   check_alignment(address, 16);
