@@ -33,6 +33,7 @@ static void shape(struct rank *me) { run_spec(me, *(const struct routed_spec *)m
       .tokens = 40, .experts = 4, .topk = 4, .hidden = 64, .weights = true, .nvl_bytes = ROOMY, __VA_ARGS__}
 SPEC(usual, .alignment = 8);
 SPEC(fp8, .row_bytes = 512, .scales = 5, .columns = true, .alignment = 4, .padding = true);
+SPEC(fp8_many, .row_bytes = 128, .scales = 5, .columns = true, .alignment = 4, .tokens = 600);
 SPEC(fp8_rows, .row_bytes = 512, .scales = 3, .index_bytes = 4, .biases = 1);
 SPEC(padded, .alignment = 16, .padding = true, .biases = 2);
 SPEC(unreduced, .unreduced = true, .biases = 1, .alignment = 2);
@@ -289,6 +290,7 @@ static const struct test_case cases[] = {
     SHAPE("3 ranks", 3, usual, QUICK),
     SHAPE("8 ranks", 8, usual, USUAL),
     SHAPE("FP8, scales by column, zero padding", 3, fp8, QUICK),
+    SHAPE("FP8, scales by column, many rows", 2, fp8_many, QUICK),
     SHAPE("FP8, scales by row, int32 indices", 4, fp8_rows, QUICK),
     SHAPE("zero padding, two biases", 3, padded, QUICK),
     SHAPE("unreduced", 3, unreduced, QUICK),

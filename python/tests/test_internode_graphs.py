@@ -22,7 +22,7 @@ def test_normal_mode(pool):
 
 @pytest.mark.parametrize(("combines", "weights_known"), [(1, False), (2, False), (1, True)])
 def test_low_latency(pool, combines, weights_known):
-    internode.run(pool, SHAPE, test_graphs.rank_low_latency, REPLAYS, combines, weights_known, deadline=60.0)
+    internode.run(pool, SHAPE, test_graphs.rank_low_latency, REPLAYS, combines, weights_known, None, deadline=60.0)
 
 
 @pytest.mark.parametrize("normal_mode", [True, False], ids=["normal", "low latency"])

@@ -132,11 +132,11 @@ int32_t notify_with_routing(dk_notify_params *p) {
   if (is_remote(team)) return internode_routed_notify(p, {*p, session_of(p, DK_OP_NOTIFY, DK_PHASE_BOTH)});
   const uint32_t num_ranks = team->view.num_ranks, experts = p->num_experts;
   RoutedNotifyParams params{{*p, session_of(p, DK_OP_NOTIFY, DK_PHASE_BOTH)}};
-  params.warps = kRoutedNotifyThreads / kWarp;
-  while (params.warps > 1 && routing_counts_bytes(experts, num_ranks, params.warps) > kRoutingLimit) --params.warps;
-  const size_t shared = routing_counts_bytes(experts, num_ranks, params.warps);
   const int blocks = min(min(max(1, ceil_div(p->num_tokens, kRoutedNotifyTokens)), kRoutedBlocks), team->own_sms());
   params.share = ceil_div(p->num_tokens, blocks);
+  params.warps = min(kRoutedNotifyThreads / kWarp, max(1, ceil_div(params.share * p->num_topk, kWarp)));
+  while (params.warps > 1 && routing_counts_bytes(experts, num_ranks, params.warps) > kRoutingLimit) --params.warps;
+  const size_t shared = routing_counts_bytes(experts, num_ranks, params.warps);
   const OnDevice on(team->device);
   const cudaError_t error = choose_note(team, p, &params.note);
   if (error != cudaSuccess) return device_failure(p, error);
@@ -186,7 +186,10 @@ int32_t launch_dispatch(dk_dispatch_params *p, DispatchParams &params, int block
   params.meta_senders = Roles::meta_senders(
       params, params.routing == DK_ROUTING_EXPANDED &&
                   DispatchSplit<kBulk>(true, blocks_apart(params), blocks, static_cast<int>(num_ranks)).apart);
-  params.meta_rows = staged_here ? kMetaBatch : kMetaBatchOfMany;
+  // Of few tokens each warp sends some: 8 of 128 took a warp 14 us.
+  params.meta_rows =
+      min<uint32_t>(staged_here ? kMetaBatch : kMetaBatchOfMany,
+                    max<uint32_t>(1, ceil_div<uint32_t>(params.num_tokens, blocks * params.meta_senders)));
   const size_t buffers = min<size_t>(kMetaBuffers, limit - kSharedForRoles - kMinForStages);
   while (params.meta_rows > 1 && params.meta_senders * meta_space_bytes(params) > buffers) --params.meta_rows;
   const size_t roles = dispatch_shared<kBulk>(params, 0);
@@ -234,6 +237,13 @@ int32_t launch_combine(dk_combine_params *p, CombineParams &params, int blocks) 
   return launched(p);
 }
 
+// What a reducing warp takes at a time: of few tokens there are as many pieces as such warps.
+int32_t piece_chunks(const CombineParams &p, int warps) {
+  constexpr int kLeast = 128;
+  const int parts = max(1, warps / max(1, p.num_tokens)), chunks = static_cast<int>(p.row_bytes / 16);
+  return min(kSumPieceChunks, max(kLeast, align_up<int>(ceil_div(chunks, parts), kWarp)));
+}
+
 // Combine where the handle keeps the routing.
 template <bool kBulk>
 int32_t launch_routed_combine(dk_combine_params *p, CombineParams &params, int blocks) {
@@ -244,6 +254,7 @@ int32_t launch_routed_combine(dk_combine_params *p, CombineParams &params, int b
   if (params.routing == DK_ROUTING_EXPANDED) {
     using Roles = ExpandedRoles<kBulk>;
     if (blocks * Roles::kSenders < static_cast<int>(num_ranks)) return DK_EUNSUPPORTED;
+    params.piece_chunks = piece_chunks(params, blocks * Roles::kReducers);
     const size_t shared = ExpandedShared<kBulk>(num_ranks).bytes + 4ull * Roles::kWarps * reducer_words(params);
     if (shared > limit) {  // the form without bulk copies takes a tenth; blocks of cc 12.0 have 97 KiB
       if constexpr (kBulk) return launch_routed_combine<false>(p, params, blocks);
@@ -257,6 +268,7 @@ int32_t launch_routed_combine(dk_combine_params *p, CombineParams &params, int b
   using Roles = RoutedRoles<kBulk>;
   if (blocks * Roles::kSenders < static_cast<int>(num_ranks)) return DK_EUNSUPPORTED;
   params.senders = Roles::senders(blocks, static_cast<int>(num_ranks));
+  params.piece_chunks = piece_chunks(params, blocks * (Roles::kWarps - params.senders - Roles::kPublishers));
   params.stage_bytes =
       stage_bytes_for(params.row_bytes, kMaxStageBytes, Roles::kSenders * kSendStages, limit - kSharedForRoles);
   const size_t shared = CombineShared<kBulk>(num_ranks, params.stage_bytes).bytes +

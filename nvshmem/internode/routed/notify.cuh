@@ -77,7 +77,7 @@ __global__ void __launch_bounds__(kNotifyThreads, 1) notify_routed(const __grid_
       place_choices<false>(p.n, counts);
     }
   }
-  finish(s, [&](bool failed) { end_routed_notify(p.n, failed); });
+  finish(s, [&](bool failed) { end_routed_notify(p.n, counts, failed); });
 }
 
 }  // namespace deep_ep::internode

@@ -8,9 +8,10 @@ namespace deepep {
 struct CombineParams : dk_combine_params {
   Session session{};
   uint32_t row_bytes = 0, stage_bytes = 0;
-  int32_t senders = 0;      // warps of a block that send rows
-  RingShape ring{};         // with a routing: threads that sum have no register for it
-  uint32_t slot_bytes = 0;  // of the ring: a row, or with DK_COMBINE_UNREDUCED a row for each choice
+  int32_t senders = 0;       // warps of a block that send rows
+  int32_t piece_chunks = 0;  // of a row, that a reducing warp takes at a time: see SumPiece
+  RingShape ring{};          // with a routing: threads that sum have no register for it
+  uint32_t slot_bytes = 0;   // of the ring: a row, or with DK_COMBINE_UNREDUCED a row for each choice
   // Which inbox of each peer this rank's rows are in, by copies that the host has made by a matrix with this hash, by
   // which so many rows are this rank's (launch/normal_copies.h); -1: SMs send them.
   int32_t inbox = -1, pushed_rows = 0;

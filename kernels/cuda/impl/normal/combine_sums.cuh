@@ -8,18 +8,19 @@ namespace deepep {
 // What a reducing warp takes at a time: chunks (16 bytes) [first, end) of a token's row. Whole rows where slots are
 // used again, since a slot's credit stands for all of it. Else pieces of 8 KB: with whole rows the warps with the last
 // tokens run on while the others are idle, 5 us longer for rows of 14 KB. Each piece costs a look at the flags: pieces
-// of 4 KB took 70 us more.
+// of 4 KB took 70 us more. With a routing the pieces of few tokens are smaller, so that every warp has one.
 struct SumPiece {
   int token, first, end;
 };
 constexpr int kSumPieceChunks = 512;
 constexpr int kWholeRow = 1 << 30;
 template <bool kPushed = false>
-__device__ inline int piece_chunks(const CombineParams &p, const CombineSource *sources, const RingShape &ring) {
+__device__ inline int piece_chunks(const CombineParams &p, const CombineSource *sources, const RingShape &ring,
+                                   int usual = kSumPieceChunks) {
   int longest = 0;
   for (int r = 0; r < p.session.team.num_ranks; ++r)
     if (!kPushed || !is_pushed(sources[r])) longest = max(longest, sources[r].num_rows);
-  return longest <= static_cast<int>(ring.slots) ? kSumPieceChunks : kWholeRow;
+  return longest <= static_cast<int>(ring.slots) ? usual : kWholeRow;
 }
 __device__ inline SumPiece sum_piece_at(const CombineParams &p, int each, int ticket) {
   const int chunks = static_cast<int>(p.row_bytes / 16), per_token = ceil_div(chunks, each),

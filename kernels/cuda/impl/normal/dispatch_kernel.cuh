@@ -153,9 +153,26 @@ __device__ inline bool sends_rows(const DispatchParams &p, const DispatchSplit<k
   return !kBulk || warp_id() < ceil_div(most, split.senders);
 }
 
+template <bool kBulk>
+__device__ inline MetaSpace meta_space(const DispatchParams &p, const DispatchShared<kBulk> &at, uint8_t *shared,
+                                       int sender) {
+  return {shared + at.meta + sender * meta_space_bytes(p), 0};
+}
+
+// Before the ranks' messages are here; for run_dispatch_roles. In a team that shrinks the call's number may change.
+template <bool kBulk, bool kRouted = false>
+__device__ inline int begin_metas(const DispatchParams &p, const DispatchSplit<kBulk> &split, uint64_t epoch,
+                                  uint8_t *shared) {
+  const int sender = split.sends() ? DispatchRoles<kBulk>::meta_sender(p, warp_id()) : -1;
+  if (sender < 0 || shrinks(p.session.team)) return kNoBatch;
+  return begin_meta<kRouted>(p, meta_space(p, DispatchShared<kBulk>(p, p.stage_bytes), shared, sender), epoch);
+}
+
+// metas: of begin_metas.
 template <bool kBulk, bool kRouted = false>
 __device__ inline void run_dispatch_roles(const DispatchParams &p, const DispatchSplit<kBulk> &split, uint64_t epoch,
-                                          uint8_t *shared, bool staged, RowSender<kBulk, DispatchJob> &rows) {
+                                          uint8_t *shared, bool staged, RowSender<kBulk, DispatchJob> &rows,
+                                          int metas) {
   using Roles = DispatchRoles<kBulk>;
   const DispatchShared<kBulk> at(p, p.stage_bytes);
   const auto *dests = reinterpret_cast<const DispatchDest *>(shared + at.dests);
@@ -164,7 +181,7 @@ __device__ inline void run_dispatch_roles(const DispatchParams &p, const Dispatc
   int copier = -1;  // number among the block's copying warps
   const int meta_sender = split.sends() ? Roles::meta_sender(p, warp) : -1;
   if (meta_sender >= 0) {
-    send_meta<kBulk, kRouted>(p, dests, {shared + at.meta + meta_sender * meta_space_bytes(p), 0}, epoch);
+    send_meta<kBulk, kRouted>(p, dests, meta_space(p, at, shared, meta_sender), epoch, metas);
   } else if (warp < Roles::kSenders) {
     if (sends_rows(p, split)) rows.run(staged);
     __syncwarp();
@@ -233,6 +250,7 @@ __global__ void __launch_bounds__(DispatchRoles<kBulk>::kThreads, 1)
     DispatchJob job = dispatch_job<kBulk>(p, at, epoch, shared);
     auto rows = row_sender<kBulk>(job, queues, shared + at.stages, p.row_bytes, p.stage_bytes);
     if (sends_rows(p, split)) rows.start();
+    const int metas = begin_metas<kBulk>(p, split, epoch, shared);
     const bool agreed = shrinks(s.team) ? await_agreement(s, hand, epoch) : await_handshake(s, hand);
     job.epoch = epoch;
     if (agreed && set_up_dests(p, epoch, dests)) {
@@ -241,10 +259,11 @@ __global__ void __launch_bounds__(DispatchRoles<kBulk>::kThreads, 1)
         for (int r = 0; r < s.team.num_ranks; ++r) any |= !dests[r].direct;
         return any;
       }());
-      run_dispatch_roles<kBulk>(p, split, epoch, shared, staged, rows);
+      run_dispatch_roles<kBulk>(p, split, epoch, shared, staged, rows, metas);
       if (shrinks(s.team)) confirm_membership(s);
-    } else if (sends_rows(p, split)) {
-      rows.abandon();
+    } else {
+      ptx::copy_words_wait<0>();
+      if (sends_rows(p, split)) rows.abandon();
     }
   }
   finish(s, [&](bool failed) {

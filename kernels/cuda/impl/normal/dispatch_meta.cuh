@@ -6,7 +6,7 @@
 
 namespace deepep {
 
-constexpr int kMetaChunk = kWarp;  // rows that a receiving warp awaits together
+constexpr int kMetaChunk = kWarp;  // rows that a receiving warp awaits together, at most
 
 // A sending warp's shared memory. The warp loads a batch of tokens, then makes the rows of one rank after the other and
 // stores a rank's rows together: they are adjacent in its ring, and stores of single words would queue after payload.
@@ -27,9 +27,9 @@ __host__ __device__ inline uint32_t meta_space_bytes(const DispatchParams &p) {
   return p.meta_rows * (p.meta.common_stride + kMetaSlots * p.meta.stride) + kMetaBatch * 4;
 }
 
-// kRouted, here and below: the handle keeps the routing.
+// kRouted, here and below: the handle keeps the routing. Whole warp: begins to load what a batch's rows have in common.
 template <bool kRouted>
-__device__ inline void load_common_meta(const DispatchParams &p, const MetaSpace &space, int first, int tokens) {
+__device__ inline void begin_common_meta(const DispatchParams &p, const MetaSpace &space, int first, int tokens) {
   const int row_words = static_cast<int>(p.meta.common_stride / 4), lane = lane_id();
   for (int t = 0; t < tokens; ++t)
     for (int at = lane; at < p.num_scales; at += kWarp)
@@ -50,9 +50,14 @@ __device__ inline void load_common_meta(const DispatchParams &p, const MetaSpace
       ptx::copy_word_async(row + p.meta.slots_at + k, pointer<const int32_t>(p.dst_slot) + at);
   }
   ptx::copy_words_commit();
+}
+// Waits for that, and checks the indices.
+template <bool kRouted>
+__device__ inline void await_common_meta(const DispatchParams &p, const MetaSpace &space, int first, int tokens) {
+  const int row_words = static_cast<int>(p.meta.common_stride / 4);
   ptx::copy_words_wait<0>();
   __syncwarp();
-  for (int i = lane; i < tokens * p.num_topk; i += kWarp) {
+  for (int i = lane_id(); i < tokens * p.num_topk; i += kWarp) {
     const uint32_t words = p.index_words(),
                    *index = space.common() + i / p.num_topk * row_words + p.meta.numbers_at + i % p.num_topk * words;
     const int64_t expert = words == 1 ? static_cast<int32_t>(index[0])
@@ -123,10 +128,10 @@ __device__ inline void push_shared(uint8_t *to, const void *from, uint32_t bytes
   }
 }
 
-// Stores the metadata of tokens [first, end), all of whose rows have room.
+// Stores the metadata of tokens [first, end), all of whose rows have room. loads: it begins to load them, too.
 template <bool kBulk, bool kRouted>
 __device__ inline void send_tokens_meta(const DispatchParams &p, const DispatchDest *dests, MetaSpace &space, int first,
-                                        int end) {
+                                        int end, bool loads) {
   const int num_ranks = p.session.team.num_ranks, tokens = end - first, lane = lane_id();
   // Ranks do not all begin with the same one.
   auto rank_at = [&](int i) { return (p.session.team.rank + 1 + i) % num_ranks; };
@@ -136,7 +141,8 @@ __device__ inline void send_tokens_meta(const DispatchParams &p, const DispatchD
                : -1;
   };
   int head = head_at(0);
-  load_common_meta<kRouted>(p, space, first, tokens);
+  if (loads) begin_common_meta<kRouted>(p, space, first, tokens);
+  await_common_meta<kRouted>(p, space, first, tokens);
   for (int i = 0; i < num_ranks; ++i) {
     const int r = rank_at(i), mine = head;
     head = head_at(i + 1);
@@ -185,16 +191,32 @@ __device__ inline void publish_meta(const DispatchParams &p, const DispatchDest 
   __syncwarp();
 }
 
-// Role of a warp.
+__device__ inline int take_metas(const DispatchParams &p, uint64_t epoch) {
+  int first = 0;
+  if (lane_id() == 0) first = static_cast<int>(atomicAdd(&p.session.team.scratch->metas_taken[epoch % 2], p.meta_rows));
+  return __shfl_sync(kAllLanes, first, 0);
+}
+
+// By a sending warp, while the ranks' messages are on their way: takes its first batch and begins to load it. Returns
+// the first token, for send_meta.
+constexpr int kNoBatch = -1;
+template <bool kRouted>
+__device__ inline int begin_meta(const DispatchParams &p, const MetaSpace &space, uint64_t epoch) {
+  if (p.meta.words == 0) return kNoBatch;
+  const int first = take_metas(p, epoch);
+  if (first < p.num_tokens)
+    begin_common_meta<kRouted>(p, space, first, min(static_cast<int>(p.meta_rows), p.num_tokens - first));
+  return first;
+}
+
+// Role of a warp. begun: of begin_meta, or kNoBatch.
 template <bool kBulk, bool kRouted = false>
-__device__ inline void send_meta(const DispatchParams &p, const DispatchDest *dests, MetaSpace space, uint64_t epoch) {
+__device__ inline void send_meta(const DispatchParams &p, const DispatchDest *dests, MetaSpace space, uint64_t epoch,
+                                 int begun = kNoBatch) {
   const int num_ranks = p.session.team.num_ranks, batch = static_cast<int>(p.meta_rows);
   if (p.meta.words == 0) return;
-  for (;;) {
-    int first = 0;
-    if (lane_id() == 0)
-      first = static_cast<int>(atomicAdd(&p.session.team.scratch->metas_taken[epoch % 2], p.meta_rows));
-    first = __shfl_sync(kAllLanes, first, 0);
+  for (;; begun = kNoBatch) {
+    const int first = begun != kNoBatch ? begun : take_metas(p, epoch);
     if (first >= p.num_tokens) return;
     const int end = min(first + batch, p.num_tokens);
     // Lanes check all rows of the batch: mostly all have room.
@@ -204,6 +226,8 @@ __device__ inline void send_meta(const DispatchParams &p, const DispatchDest *de
           p.send_head()[static_cast<int64_t>(first) * num_ranks + i] >= static_cast<int>(dests[i % num_ranks].slots);
     tight = __any_sync(kAllLanes, tight) != 0;
     const int step = tight ? 1 : batch;
+    const bool loads = tight || begun == kNoBatch;
+    if (loads) ptx::copy_words_wait<0>();  // of the batch as a whole
     int published = first;
     for (int token = first; token < end; token += step) {
       const int32_t *heads = p.send_head() + static_cast<int64_t>(token) * num_ranks;
@@ -212,7 +236,7 @@ __device__ inline void send_meta(const DispatchParams &p, const DispatchDest *de
         published = token;
         if (!await_ring_room(p, dests, epoch, kMeta, heads)) return;
       }
-      send_tokens_meta<kBulk, kRouted>(p, dests, space, token, min(token + step, end));
+      send_tokens_meta<kBulk, kRouted>(p, dests, space, token, min(token + step, end), loads);
     }
     publish_meta<kBulk>(p, dests, epoch, published, end);
   }
@@ -335,7 +359,8 @@ __device__ inline void receive_meta(const DispatchParams &p, uint64_t epoch, boo
   const int before = rows_before(p.rank_prefix_matrix(), team.num_ranks, share.source, team.rank);
   const int rows = p.rank_prefix_matrix()[share.source * team.num_ranks + team.rank] - before;
   const RingShape ring = dispatch_ring(p, direct);
-  const int chunk = static_cast<int>(min<uint32_t>(kMetaChunk, ring.slots));
+  // Of few rows each warp takes some: 32 of 128 rows took a warp 19 us, with scales by columns.
+  const int chunk = min(min(kMetaChunk, static_cast<int>(ring.slots)), max(1, ceil_div(rows, share.step)));
   const uint64_t *flags = team.ring_flag(team.rank, kMeta, share.source);
   const uint8_t *rows_here = team.self + team.nvl + ring.meta(share.source, 0);
   bool gone = shrinks(team) && is_without(p.session, share.source);

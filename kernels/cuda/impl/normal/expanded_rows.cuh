@@ -306,7 +306,7 @@ __device__ inline bool receive_expanded(const DispatchParams &p, uint64_t epoch,
   const int before = rows_before(p.rank_prefix_matrix(), team.num_ranks, share.source, team.rank);
   const int rows = p.rank_prefix_matrix()[share.source * team.num_ranks + team.rank] - before;
   const RingShape ring = dispatch_ring(p, direct);
-  const int chunk = static_cast<int>(min<uint32_t>(kExpandChunk, ring.slots));
+  const int chunk = min(min(kExpandChunk, static_cast<int>(ring.slots)), max(1, ceil_div(rows, share.step)));
   const uint64_t *meta_flags = team.ring_flag(team.rank, kMeta, share.source),
                  *row_flags = team.ring_flag(team.rank, kPayload, share.source);
   const uint8_t *metas = team.self + team.nvl + ring.meta(share.source, 0),
@@ -371,9 +371,12 @@ __device__ inline bool receive_expanded(const DispatchParams &p, uint64_t epoch,
 
 // Scales by columns are 4 bytes in as many lines as a row has scales: stored as rows come they took 77 of 376 us (FP8,
 // 2 GPUs, 24 SMs). An expert's rows are next to each other, so warps gather the scales of 32 of them from where
-// metadata has arrived, and store whole lines.
+// metadata has arrived, and store whole lines. Not of few rows, of which a line would have few.
+constexpr int kLeastGathered = 1024;
 __device__ inline bool gathers_scales(const DispatchParams &p) {
-  return p.recv_scales() != nullptr && p.recv_scale_token_stride == 1 && p.num_scales > 0 && p.psum_per_expert != 0;
+  const int num_ranks = p.session.team.num_ranks;
+  return p.recv_scales() != nullptr && p.recv_scale_token_stride == 1 && p.num_scales > 0 && p.psum_per_expert != 0 &&
+         p.rank_prefix_matrix()[(num_ranks - 1) * num_ranks + p.session.team.rank] >= kLeastGathered;
 }
 // Role of a warp, where each row of a source has a slot of its own, once it has received its metadata.
 __device__ __noinline__ inline void gather_scales(const DispatchParams &p, int worker, int num_workers) {

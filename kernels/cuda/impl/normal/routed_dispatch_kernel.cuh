@@ -118,12 +118,12 @@ __device__ inline void run_expanded_roles(const DispatchParams &p, const Expande
 
 template <bool kBulk>
 __device__ inline void run_routed_roles(const DispatchParams &p, const DispatchSplit<kBulk> &split, uint64_t epoch,
-                                        uint8_t *shared, RowSender<kBulk, DispatchJob> &rows) {
+                                        uint8_t *shared, RowSender<kBulk, DispatchJob> &rows, int metas) {
   const DispatchShared<kBulk> at(p, p.stage_bytes);
   const auto *dests = reinterpret_cast<const DispatchDest *>(shared + at.dests);
   bool staged = false;
   for (int r = 0; r < p.session.team.num_ranks; ++r) staged |= !dests[r].direct;
-  run_dispatch_roles<kBulk, true>(p, split, epoch, shared, staged, rows);
+  run_dispatch_roles<kBulk, true>(p, split, epoch, shared, staged, rows, metas);
 }
 
 template <bool kBulk, bool kExpand, bool kShrinks>
@@ -153,6 +153,8 @@ __device__ inline void dispatch_with_routing(const DispatchParams &p, uint8_t *s
     auto job = routed_job<kBulk, kExpand, kShrinks>(p, dests, epoch, heads, moves && p.recv_segment >= 0, queues);
     auto rows = row_sender<kBulk>(job, queues, shared + at.stages, p.row_bytes, p.stage_bytes);
     if (sends_rows(p, split)) rows.start();
+    int metas = kNoBatch;
+    if constexpr (!kExpand && !kShrinks) metas = begin_metas<kBulk, true>(p, plain_split, epoch, shared);
     const bool agreed = await_peers<kShrinks>(s, hand, epoch);
     if (kShrinks) job.epoch = epoch;
     if (agreed && set_up_dests(p, epoch, dests)) {
@@ -161,11 +163,12 @@ __device__ inline void dispatch_with_routing(const DispatchParams &p, uint8_t *s
         run_expanded_roles<kBulk, kShrinks>(p, expanded_split, moves, epoch, shared, rows);
       } else {
         __syncthreads();
-        run_routed_roles<kBulk>(p, plain_split, epoch, shared, rows);
+        run_routed_roles<kBulk>(p, plain_split, epoch, shared, rows, metas);
       }
       if constexpr (kShrinks) confirm_membership(s);
-    } else if (sends_rows(p, split)) {
-      rows.abandon();
+    } else {
+      ptx::copy_words_wait<0>();
+      if (sends_rows(p, split)) rows.abandon();
     }
   }
   finish(s, [&](bool failed) {

@@ -25,13 +25,21 @@ __device__ inline void spread_routed(const DispatchParams &p, int source, int ro
   auto number_at = [&](int row, int k) {
     return word_at(row, p.meta.numbers_at + (k >> p.meta.shift)) >> (16 * (k & p.meta.shift)) & p.meta.none;
   };
-  if (p.recv_scales() != nullptr)
-    for (int i = lane_id(); i < rows * scales; i += kWarp) {  // rows are next to each other where scales are by columns
-      const int row = p.recv_scale_stride == 1 ? i / scales : i % rows,
+  constexpr int kUnroll = 4;  // loads in flight
+  for (int base = lane_id(); p.recv_scales() != nullptr && base < rows * scales; base += kWarp * kUnroll) {
+    uint32_t value[kUnroll];
+    int64_t to[kUnroll];
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {  // rows are next to each other where scales are by columns
+      const int i = base + u * kWarp, row = p.recv_scale_stride == 1 ? i / scales : i % rows,
                 at_scale = p.recv_scale_stride == 1 ? i % scales : i / rows;
-      p.recv_scales()[(final_row + row) * p.recv_scale_token_stride + at_scale * p.recv_scale_stride] =
-          word_at(row, at_scale);
+      to[u] = (final_row + row) * p.recv_scale_token_stride + at_scale * p.recv_scale_stride;
+      if (i < rows * scales) value[u] = word_at(row, at_scale);
     }
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u)
+      if (base + u * kWarp < rows * scales) p.recv_scales()[to[u]] = value[u];
+  }
   for (int i = lane_id(); i < rows * topk; i += kWarp) {
     const int row = i / topk, k = i % topk;
     const int64_t to = final_row * topk + i;

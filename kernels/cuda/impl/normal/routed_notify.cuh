@@ -8,7 +8,7 @@
 namespace deepep {
 
 constexpr int kRoutedNotifyThreads = 1024;
-constexpr int kRoutedNotifyTokens = 64;  // a block's, where there are blocks enough
+constexpr int kRoutedNotifyTokens = 32;  // a block's, where there are blocks enough; one block alone waits for none
 
 // `warps` of a block count its tokens [blockIdx.x * share, ...).
 struct RoutedNotifyParams : NotifyParams {
@@ -140,6 +140,7 @@ __device__ inline int64_t await_blocks(const RoutedNotifyParams &p, int64_t wron
   __syncthreads();
   if (wrong >= 0) wrong_here = wrong;
   __syncthreads();
+  if (gridDim.x == 1) return wrong_here;
   if (threadIdx.x == 0) {
     scratch->routed_wrong[blockIdx.x] = wrong_here;
     ptx::atomic_add_acq_rel_gpu(&scratch->routed_blocks, 1);
@@ -337,8 +338,8 @@ __device__ inline void place_choices(const RoutedNotifyParams &p, const RoutingC
   });
 }
 
-// By the last block.
-__device__ inline void end_routed_notify(const RoutedNotifyParams &p, bool failed) {
+// By the last block, which has all counts, unless the call failed.
+__device__ inline void end_routed_notify(const RoutedNotifyParams &p, const RoutingCounts &counts, bool failed) {
   const int local = p.experts_each();
   const int64_t choices = static_cast<int64_t>(p.num_tokens) * p.num_topk;
   if (threadIdx.x == 0) p.session.team.scratch->routed_blocks = 0;
@@ -346,7 +347,8 @@ __device__ inline void end_routed_notify(const RoutedNotifyParams &p, bool faile
   for (int i = threadIdx.x; failed && i < p.num_psums(); i += blockDim.x) p.psum_per_rank()[i] = 0;
   for (int i = threadIdx.x; i < local; i += blockDim.x) {
     if (failed) p.psum_per_expert()[i] = p.num_per_expert()[i] = 0;
-    if (!failed && p.cumulative_stats() != nullptr) p.cumulative_stats()[i] += p.num_per_expert()[i];
+    if (!failed && p.cumulative_stats() != nullptr)  // an addition that waits for no load
+      atomicAdd(&p.cumulative_stats()[i], counts.total[p.session.team.rank * local + i]);
   }
   end_notify(p, failed);
 }
@@ -383,7 +385,7 @@ __global__ void __launch_bounds__(kRoutedNotifyThreads) notify_routed(const __gr
       place_choices<kShrinks>(p, counts);
     }
   }
-  finish(s, [&](bool failed) { end_routed_notify(p, failed); });
+  finish(s, [&](bool failed) { end_routed_notify(p, counts, failed); });
 }
 
 }  // namespace deep_ep::intranode

@@ -83,7 +83,7 @@ template <int kRowsTogether, bool kShrinks>
 __device__ inline void reduce_routed(const CombineParams &p, uint64_t epoch, const CombineSource *sources,
                                      int32_t *shared) {
   const int num_ranks = p.session.team.num_ranks;
-  const int each = piece_chunks(p, sources, p.ring);
+  const int each = piece_chunks(p, sources, p.ring, p.piece_chunks);
   auto **terms = reinterpret_cast<const uint8_t **>(shared);
   int32_t *slots = shared + 2 * p.num_topk;
   const auto take = [&] {
