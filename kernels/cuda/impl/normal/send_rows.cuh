@@ -227,8 +227,8 @@ __device__ inline RowSender<kBulk, Job> row_sender(Job &job, SendQueue *queues, 
 }
 
 // The publisher: one fence for all rows that the block's senders have completed, then their flags. flags(row, which)
-// stores the flag of destination `which` < per_row of a row. Returns when all senders have finished and all they sent
-// is published: what this warp releases then is behind every row.
+// stores the flag of destination `which` < per_row of a row. Returns when all senders have finished, all they sent is
+// published, and a fence is behind every row, also of senders that post none.
 template <class Flags>
 __device__ inline void publish_rows(SendQueue *queues, int num_queues, int per_row, Flags flags) {
   const int lane = lane_id();
@@ -242,6 +242,7 @@ __device__ inline void publish_rows(SendQueue *queues, int num_queues, int per_r
     if (news == 0) {
       if (!__all_sync(kAllLanes, finished)) continue;
       __syncwarp();
+      if (__all_sync(kAllLanes, published == 0)) ptx::fence_acq_rel_sys();
       return;
     }
     __syncwarp();
