@@ -135,9 +135,11 @@ def v2_calls(buffer, x, idx, weights):
 def balancing_calls(buffer, x, idx, weights):
     own, copies = torch.ones(4, 16, device=x.device), torch.zeros(2, 16, device=x.device)
     tensors = {"copies": copies, "own": own, "mapping": torch.zeros(1, 2, dtype=torch.int32, device=x.device)}
+    # These run on the communication stream: unless the caller waits, torch makes the next tensor of `copies` while the
+    # kernel writes it, and to_sparse(), which counts first, writes behind what it has allocated.
     return {
-        "prefetch": (lambda copies, own, mapping: buffer.lb_prefetch_weights(copies, own, mapping), tensors),
-        "reduce": (lambda copies, own, mapping: buffer.lb_reduce_grads(copies, own, mapping), tensors),
+        "prefetch": (lambda copies, own, mapping: buffer.lb_prefetch_weights(copies, own, mapping).wait(), tensors),
+        "reduce": (lambda copies, own, mapping: buffer.lb_reduce_grads(copies, own, mapping).wait(), tensors),
     }
 
 
@@ -152,6 +154,8 @@ def complaints_of(name, call, right, make):
         for argument, tensor in right.items():
             try:
                 bad = make(tensor)
+            except getattr(torch, "AcceleratorError", ()):  # of a device, whatever came before: no other call can work
+                raise
             except (RuntimeError, NotImplementedError):  # this torch makes none of such a shape or type
                 continue
             where = f"{name}, {argument}, {'after' if seen else 'before'} calls of its kind"
