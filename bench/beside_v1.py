@@ -28,13 +28,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from lib.call_clock import WARMUP, clocked
+
 ROOT = Path(__file__).resolve().parent.parent
 EXPERTS, TOPK, HIDDEN = 256, 8, 7168
 SIZES = [(hidden, tokens) for hidden in (2048, 4096, 7168) for tokens in (1, 16, 64, 128)]
 SECTIONS = ("calls", "async", "halves", "kernels", "sizes", "graph")
 PAUSE_CYCLES = 1_000_000  # time for the host to issue a call, also where a launch takes 20 us
 GRAPH_ROUNDS = 20
-WARMUP = 10
 PATIENCE = 240.0  # seconds for an answer
 Figures = dict[str, list[list[float]]]  # by call: a list of times for each kind of time
 
@@ -150,23 +151,13 @@ class Worker:
     # ---- What is measured: each returns lists of times in us ----
 
     def time_calls(self, name: str, rounds: int) -> list[list[float]]:
-        torch, clock = self.torch, time.perf_counter
+        torch = self.torch
         extra: dict[str, Callable[[], Any]] = {
             "torch.empty": lambda: torch.empty((128, HIDDEN), dtype=torch.bfloat16, device=self.device),
             "a launch (add_ of one number)": lambda: self.one.add_(1),
         }
         call = self.calls().get(name) or extra[name]
-        returned, done = [], []
-        for number in range(WARMUP + rounds):
-            self.meet()
-            start = clock()
-            call()
-            first = clock()
-            self.finish()
-            if number >= WARMUP:
-                returned.append((first - start) * 1e6)
-                done.append((clock() - start) * 1e6)
-        return [returned, done]
+        return list(clocked(self.meet, call, self.finish, rounds))
 
     def time_async(self, name: str, rounds: int) -> list[list[float]]:
         """Until the call returns, until the wait for its event returns, until the device is done."""

@@ -52,7 +52,7 @@ sanitizer() { # TOOL SECONDS FILTER
 ) &
 (
 	suite normal 300 "dispatch combine layout refused mismatch failures shrink_normal"
-	suite face 100 "face streams_events arguments memory_of_arguments"
+	suite face 100 "face face_ordering face_rows streams_events arguments memory_of_arguments"
 ) &
 (
 	suite elastic 200 "elastic elastic_balance elastic_clients elastic_failures elastic_ops elastic_refused elastic_regroup elastic_shrink" \

@@ -51,6 +51,12 @@ class Batch:
         """Of these."""
         return self.buffer.combine(self.rows, self.handle)
 
+    def destroy(self, team: Team) -> None:
+        """Collective: the buffer, which no rank uses any more."""
+        team.barrier()
+        self.received = self.handle = None
+        self.buffer.destroy()
+
 
 def _times_of_calls(team: Team, case: Case, expand: bool, rounds: int) -> dict[str, dict[str, list[float]]]:
     batch = Batch(team, case, expand)
@@ -71,9 +77,7 @@ def _times_of_calls(team: Team, case: Case, expand: bool, rounds: int) -> dict[s
     for name, call in calls.items():
         exact()
         found[name] = call_times(team, meeting, call, rounds)
-    team.barrier()
-    batch.received = batch.handle = None
-    batch.buffer.destroy()
+    batch.destroy(team)
     return found
 
 
@@ -89,9 +93,7 @@ def _decode_round(team: Team, case: Case, expand: bool, rounds: int) -> float:
         batch.combine()
 
     found = replayed(team, meeting, one, rounds)
-    team.barrier()
-    batch.received = batch.handle = None
-    batch.buffer.destroy()
+    batch.destroy(team)
     return found
 
 

@@ -7,7 +7,6 @@ the slowest rank in a call.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -15,6 +14,7 @@ import torch
 from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
+from lib.call_clock import clocked
 from lib.ranks import Team
 
 PAUSE_CYCLES = 300_000  # about 150 us: time for the host to issue a call
@@ -98,12 +98,4 @@ def sums(lists: Sequence[Sequence[float]]) -> list[float]:
 
 def host_view(team: Team, meeting: Meeting, call: Callable[[], Any], rounds: int, warmup: int = 3) -> list[float]:
     """Times in us from the call until the device is done, all ranks having begun together; the slowest rank's."""
-    own = []
-    for number in range(warmup + rounds):
-        meeting.on_host()
-        start = time.perf_counter()
-        call()
-        team.finish()
-        if number >= warmup:
-            own.append((time.perf_counter() - start) * 1e6)
-    return team.slowest(own)
+    return team.slowest(clocked(meeting.on_host, call, team.finish, rounds, warmup)[1])

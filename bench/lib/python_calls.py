@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lib.call_clock import WARMUP, clocked
 from lib.kernel_clock import Meeting, host_view
 from lib.low_latency_kernels import Step
 from lib.normal_kernels import Calls as NormalCalls
@@ -25,7 +25,6 @@ from lib.normal_mode import Case, make_input
 from lib.ranks import Team
 
 DENSE_TOKENS = (1, 16, 64, 128, 512, 1024, 4096)
-WARMUP = 10
 REPLAYS = 20
 BUSY = "beside a busy thread"
 BUSY_ROUNDS = 30  # such a call may take tens of milliseconds
@@ -97,18 +96,8 @@ def _busy_thread() -> Iterator[None]:
 
 def call_times(team: Team, meeting: Meeting, call: Call, rounds: int) -> dict[str, list[float]]:
     """Times in us of the slowest rank: "call" until a call returns, "done" until the device is done."""
-    own: dict[str, list[float]] = {"call": [], "done": []}
-    clock = time.perf_counter
-    for number in range(WARMUP + rounds):
-        meeting.on_host()
-        start = clock()
-        call()
-        returned = clock()
-        team.finish()
-        if number >= WARMUP:
-            own["call"].append((returned - start) * 1e6)
-            own["done"].append((clock() - start) * 1e6)
-    return {what: team.slowest(values) for what, values in own.items()}
+    returned, done = clocked(meeting.on_host, call, team.finish, rounds)
+    return {"call": team.slowest(returned), "done": team.slowest(done)}
 
 
 def measure(team: Team, case: Case, decoding: Case, rounds: int) -> dict[str, Any]:

@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from . import _abi, _torch
-from ._core import Core, Ordering, Placed
+from ._core import Core, Placed
 from ._normal import NormalMode
 from ._normal_face import EXCHANGE
+from ._ordering import Ordering
 from ._structs import Writer
 from ._torch import BF16, FLOAT32, INDEX_TYPES, INT32, OptionalTensor, Tensor
 from .errors import assertion, check_flag, check_int, type_error, value_error

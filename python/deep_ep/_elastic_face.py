@@ -13,10 +13,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from . import _abi, _face, _torch, errors
-from ._core import Core, Ordered
+from ._core import Core
 from ._elastic import TENSORS, Combined, Dispatched, ElasticMode, EPHandle, Order, Sending, Shape, scale_column
 from ._face import DATA, HANDLE, Entry, Given, New, Program, Site, Source, address, constant, number, size, stride
 from ._normal_face import EXCHANGE, Missing, cancel, counts_waiter, deliver
+from ._ordering import Ordered
 from ._torch import BF16, FLOAT32, INDEX_TYPES, INT32, OptionalTensor, Tensor
 from .utils.event import EventOverlap, no_event
 

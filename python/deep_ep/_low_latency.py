@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from . import _abi, _torch, errors
-from ._core import Core, Held, Ordering
+from ._core import Core
 from ._face import Site
 from ._low_latency_face import NUM_ENTRIES, LowLatencyFace, hook_was_called, second_half_error
 from ._low_latency_plan import (
@@ -28,6 +28,7 @@ from ._low_latency_plan import (
     write_dispatch_addresses,
     write_fp4_addresses,
 )
+from ._ordering import Held, Ordering
 from ._torch import BF16, INT32, OptionalTensor, Tensor, opaque
 from .errors import assertion, check_flag, check_int
 from .utils.event import EventOverlap, no_event

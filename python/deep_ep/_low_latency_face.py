@@ -6,10 +6,11 @@ import ctypes
 from typing import Any, NoReturn
 
 from . import _abi, _face, errors
-from ._core import Core, Held
+from ._core import Core
 from ._face import HANDLE, Program, Site, address, constant, size
 from ._low_latency_plan import CombinePlan, DispatchPlan
 from ._memory import RowCache
+from ._ordering import Held
 from ._torch import BF16, FLOAT32, FP8, INT32, INT64, opaque
 from .utils.event import EventOverlap
 

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from . import _abi, _torch
-from ._core import Core, Ordering, call_in_order
+from ._core import Core
 from ._memory import RowCache
 from ._normal_face import EXCHANGE, NUM_ENTRIES, NormalFace
+from ._ordering import Ordering, call_in_order
 from ._torch import BF16, BOOL, FLOAT32, FP8, INDEX_TYPES, INT32, INT64, Device, OptionalTensor, Tensor
 from .config import Config
 from .errors import assertion, check_handle, check_int, type_error, value_error

@@ -13,10 +13,11 @@ from collections.abc import Callable
 from typing import Any
 
 from . import _abi, _face, _torch, errors
-from ._core import Core, Ordered, Ordering, Placed
+from ._core import Core, Placed
 from ._face import DATA, HANDLE, Entry, Given, New, Program, Site, Source, address, constant, number, size, stride
 from ._memory import RowCache
 from ._native import Launch
+from ._ordering import Ordered, Ordering
 from ._torch import BF16, BOOL, FLOAT32, INDEX_TYPES, INT32, INT64, OptionalTensor, Tensor
 from .utils.event import EventOverlap, no_event
 

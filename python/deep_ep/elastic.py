@@ -8,7 +8,6 @@ from typing import Any
 
 from . import _elastic_sizes, _names, _torch, errors
 from ._absent import AGRS, ENGRAM, PP, BufferBase, absent
-from ._core import Ordered, call_in_order
 from ._elastic import (
     MAX_ALIGNMENT,
     Combined,
@@ -30,6 +29,7 @@ from ._face import MAX_PLANS
 from ._memory import HAS_ROW_POOLS
 from ._native import MAX_RANKS
 from ._normal_face import Missing
+from ._ordering import Ordered, call_in_order
 from ._plan import plan
 from ._torch import FLOAT32, INDEX_TYPES, INT32, OptionalTensor, Tensor, is_compiling, native, opaque
 from .bootstrap import Bootstrap

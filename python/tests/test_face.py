@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import json
 import os
 import re
 import shutil
@@ -545,67 +543,6 @@ def test_inference_mode(pool):
     pool.run(1, rank_inference)
 
 
-class Pool:
-    """Stands for torch's functions of memory pools, and for the library's of the segment; notes what is called."""
-
-    def __init__(self, room):
-        self.seen = []
-        self.select = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p)(self.selected)
-        self.room = ctypes.CFUNCTYPE(ctypes.c_uint64, ctypes.c_void_p)(lambda segment: room)
-        self.begin, self.end, self.release = (self.noted(name) for name in ("begin", "end", "release"))
-
-    def selected(self, segment):
-        self.seen.append("select" if segment else "none")
-        return 0
-
-    def noted(self, name):
-        return lambda *pool: self.seen.append((name, *pool))
-
-    def place(self, x, rows, **functions):
-        from deep_ep import _face
-
-        used = [functions.get(name, getattr(self, name)) for name in ("begin", "end", "release")]
-        addresses = (ctypes.cast(f, ctypes.c_void_p).value for f in (self.select, self.room))
-        return _face.load().place_rows(*addresses, 4096, *used, 3, (0, 7), x, x.element_size(), rows)
-
-
-@checks.needs_face
-def test_rows_are_placed_in_a_pool():
-    x = torch.ones(5, 256, dtype=torch.bfloat16)
-    pool = Pool(1 << 30)
-    rows, place = pool.place(x, 40)
-    assert (
-        rows.shape == (40, 256) and rows.dtype == x.dtype and rows.is_contiguous() and rows.data_ptr() == place + 4096
-    )
-    whole = ["select", *((name, 3, (0, 7)) for name in ("begin", "end", "release")), "none"]
-    assert pool.seen == whole
-    with torch.device("cpu"):  # a mode of torch's: Python code at each of its functions
-        assert pool.place(x, 40)[0].shape == (40, 256)
-    held = weakref.ref(rows.untyped_storage())
-    del rows
-    assert held() is None
-
-
-@checks.needs_face
-def test_rows_for_which_a_pool_may_have_no_room_are_pythons():
-    x = torch.ones(5, 256, dtype=torch.float8_e4m3fn)
-    for room in (0, 20 << 20, (20 << 20) + 2 * 40 * 256 - 1):
-        pool = Pool(room)
-        assert pool.place(x, 40) is None and pool.seen == []
-    assert Pool((20 << 20) + 2 * 40 * 256).place(x, 40) is not None
-    pool = Pool(1 << 30)
-    assert pool.place(x, 0) is None and pool.place(x[0], 4) is None and pool.seen == []
-
-
-@checks.needs_face
-def test_rows_of_a_pool_that_fails_are_pythons():
-    def fails(*_):
-        raise RuntimeError("no pool")
-
-    x, pool = torch.ones(5, 256, dtype=torch.bfloat16), Pool(1 << 30)
-    assert pool.place(x, 40, begin=fails) is None and pool.seen == ["select", "none"]
-
-
 def rank_shared(ctx):
     """Small outputs that are made together share one allocation and do not overlap; rows have memory of their own."""
     tokens, experts = 24, 4 * ctx.size
@@ -657,73 +594,6 @@ def test_a_torch_that_lacks_some_functions(tmp_path):
         [sys.executable, "-c", f"folder = {str(tmp_path)!r}\n{program}"], capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-
-
-def without_waits_between(trace):
-    """A dispatch's trace without what orders its second call after its first."""
-    begin, end = (next(i for i, line in enumerate(trace) if line.startswith(name)) for name in ("notify", "dispatch"))
-    assert all("record" in line or "waits" in line for line in trace[begin + 1 : end]), trace
-    return [re.sub(r"e<-?\d+>", "e", line) for line in trace[: begin + 1] + trace[end:]]
-
-
-@checks.needs_face
-@pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc to build the kernel library that writes calls down")
-@pytest.mark.parametrize("stream", (0, 0x1000), ids=("default stream", "another"))
-def test_asynchronous_calls_are_ordered_as_pythons(tmp_path, stream):
-    """As on a GPU: the same calls, waits and records on the same streams, and every tensor's streams are known."""
-    root, tests = Path(__file__).parents[2], Path(__file__).parent
-    library, source = tmp_path / "libdeepep_cpu.so", root / "internal" / "engine" / "testdata" / "fake.c"
-    headers = f"-I{root / 'kernels' / 'abi'}"
-    subprocess.run(["gcc", "-shared", "-fPIC", "-O2", headers, "-o", str(library), str(source)], check=True)
-    lines = {}
-    for compiled in "01":
-        folder = tmp_path / compiled
-        folder.mkdir()
-        env = {**os.environ, "DEEPEP_KERNELS": str(tmp_path), "DEEPEP_TORCH_FACE": compiled}
-        program = [sys.executable, str(tests / "ordering_program.py"), str(folder), str(stream)]
-        done = subprocess.run(program, env=env, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        lines[compiled] = [json.loads(line) for line in done.stdout.splitlines()]
-    issued = {compiled: [line for line in some if "issued" in line] for compiled, some in lines.items()}
-    assert len(issued["0"]) == 4 * 3
-    for python, face in zip(issued["0"], issued["1"], strict=True):
-        assert (python.pop("through the face"), face.pop("through the face")) == (False, face["turn"] > 0)
-        assert python == face
-        assert "already" in face["again"][1] and "forgotten" in face["forgotten"][1], face
-        assert face["forgotten again"] == face["again"] and "took an argument" not in face and face["kept"] == 0, face
-        for what in ("whole", "first half", "returned"):
-            assert sum(one.startswith(face["issued"].split()[0]) for one in face[what][1]) == 1, face
-    refused = {compiled: [line for line in some if "refused" in line] for compiled, some in lines.items()}
-    assert len(refused["0"]) == 2 * (4 + 8)
-    for python, face in zip(refused["0"], refused["1"], strict=True):
-        assert "could not be launched" in face["error"]
-        traces = python.pop("trace"), face.pop("trace")
-        assert python == face and face["kept at once"] == int("cached" not in face["refused"]) and not face["kept"]
-        assert [sum(line.startswith("notify") for line in trace) for trace in traces] == [face["kept at once"]] * 2
-    lines = {compiled: [line for line in some if "issued" not in line] for compiled, some in lines.items()}
-    lines = {compiled: [line for line in some if "refused" not in line] for compiled, some in lines.items()}
-    assert len(lines["0"]) == 3 * (3 * (6 + 10) + 2) + 4 * (6 + 10) + 1
-    for python, face in zip(lines["0"], lines["1"], strict=True):
-        if "trace" in python:
-            if "worst" in python["call"]:  # the two calls of a plan have one order: the second waits again
-                python["trace"], face["trace"] = (
-                    without_waits_between(python["trace"]),
-                    without_waits_between(face["trace"]),
-                )
-            assert python == face
-            assert (python["untold"], python["told of others"], python["kept"]) == (0, 0, 0), python
-            assert python["held"], python
-            assert python.get("told late", True) and not python.get("held on", False), python
-            assert any(line.startswith(python["call"].split(",")[0].split()[0]) for line in python["trace"]), python
-        for line in (python, face) if "cut short" in python else ():  # peers are told; tensors are let go of
-            assert line["kept"] == 0 and line["raised"] >= (line["number"] == 0), line
-            assert not line["raised"] or not line["notify"] or line["dispatch"] == line["notify"], line
-    assert lines["0"][-1] == {"through the face": 0}
-    for version in ("V1", "V2"):
-        begun = [line for line in lines["1"] if line.get("raised") and line["notify"] and version in line["cut short"]]
-        assert begun, "no dispatch of the compiled face was cut short between its steps"
-    # All but the first of a kind, dispatches in two steps.
-    assert lines["1"][-1]["through the face"] >= 2 * (3 * (6 + 10) + 2)
 
 
 @pytest.mark.parametrize(("text", "want"), (("0", "DEEPEP_TORCH_FACE=0"), ("2", "variable DEEPEP_TORCH_FACE: got '2'")))
