@@ -164,7 +164,7 @@ __device__ inline void record_loaded(const Session &s, const CountLoads &loads, 
                          : lane == 6 ? (last_half ? begun : counter)
                                      : (last_half ? total : counter);
   if (lane < kOpCounters && lane != kWaitCounter && lane != kBytesCounter) op[lane] = grown;
-  if (lane == 8 && last_half) atomicAdd(reinterpret_cast<unsigned long long *>(op + kOpCounters + bucket), 1ull);
+  if (lane == 8 && last_half) add_to(op + kOpCounters + bucket, 1);
   if (lane == 9) {
     scratch->waiting[waiting] = {
         s.op, static_cast<uint64_t>(bucket), loads.next, {s.call, begun, duration, s.op, s.phase}};

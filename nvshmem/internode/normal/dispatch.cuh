@@ -270,9 +270,8 @@ __device__ inline Outcome serve_sender(const Params &p, uint64_t epoch, int stre
     state->count = now.count;
     state->closed = all;
     if (all)
-      atomicAdd(
-          reinterpret_cast<unsigned long long *>(&p.d.session.team.scratch->sent_bytes[p.internode.partner(node)]),
-          static_cast<unsigned long long>(now.count) * (p.d.row_bytes + 4ull * p.d.num_scales));
+      add_to(&p.d.session.team.scratch->sent_bytes[p.internode.partner(node)],
+             static_cast<uint64_t>(now.count) * (p.d.row_bytes + 4ull * p.d.num_scales));
   }
   __syncwarp();
   if (all) return kDone;

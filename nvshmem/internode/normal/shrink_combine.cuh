@@ -56,8 +56,7 @@ __device__ inline Outcome serve_pair_sender(const ShrinkCombineParams &p, uint64
   if (lane_id() == 0) {
     *state = {0, static_cast<uint32_t>(sent), closed, 1};
     if (closed)
-      atomicAdd(reinterpret_cast<unsigned long long *>(&team.scratch->sent_bytes[owner]),
-                static_cast<unsigned long long>(sent) * p.c.row_bytes);
+      add_to(&team.scratch->sent_bytes[owner], static_cast<uint64_t>(sent) * p.c.row_bytes);
   }
   __syncwarp();
   if (closed) return kDone;

@@ -131,8 +131,7 @@ __device__ inline Outcome serve_pair_sender(const Params &p, uint64_t epoch, int
   if (lane_id() == 0) {
     *state = {token, static_cast<uint32_t>(sent), closed, 1};
     if (closed)
-      atomicAdd(reinterpret_cast<unsigned long long *>(&team.scratch->sent_bytes[reader]),
-                static_cast<unsigned long long>(sent) * (d.row_bytes + 4ull * d.num_scales));
+      add_to(&team.scratch->sent_bytes[reader], static_cast<uint64_t>(sent) * (d.row_bytes + 4ull * d.num_scales));
   }
   __syncwarp();
   if (closed) return kDone;

@@ -385,8 +385,7 @@ __device__ inline Outcome serve_records(const RoutedCombineParams &p, uint64_t e
     state->count = sent;
     state->closed = credit == kAllRows;
     if (credit == kAllRows)
-      atomicAdd(reinterpret_cast<unsigned long long *>(&team.scratch->sent_bytes[p.internode.partner(node)]),
-                static_cast<unsigned long long>(sent) * p.c.row_bytes);
+      add_to(&team.scratch->sent_bytes[p.internode.partner(node)], static_cast<uint64_t>(sent) * p.c.row_bytes);
   }
   __syncwarp();
   return credit == kAllRows ? kDone : sent != before ? kMoved : kBlocked;

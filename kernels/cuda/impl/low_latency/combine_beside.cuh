@@ -31,9 +31,7 @@ __device__ inline void sum_beside(const SumsBesideParams &p, const LowLatencyCal
     if (lists[i].count > 0) {
       send_sum(p, call, lists + i, p.session.team.peers[item.dest], item.dest, item.token, thread);
       if (thread == 0)
-        atomicAdd(
-            reinterpret_cast<unsigned long long *>(&p.session.team.scratch->beside[p.ticket].sent_bytes[item.dest]),
-            static_cast<unsigned long long>(2 * p.hidden));
+        add_to(&p.session.team.scratch->beside[p.ticket].sent_bytes[item.dest], static_cast<uint64_t>(2 * p.hidden));
     } else if (goes_by_copy(p, item.dest)) {
       empty_outbox_row(p, item.dest, item.token, thread);
     }

@@ -107,8 +107,7 @@ __device__ inline void read_sum(const P &p, const LowLatencyCall &call, const Su
       atomicMax(reinterpret_cast<unsigned long long *>(&p.session.team.scratch->beside[p.ticket].wait_ns[source]),
                 static_cast<unsigned long long>(ptx::global_timer_ns() - start));
     if (!P::kBeside && is_control_block() && lane == 0)
-      atomicAdd(reinterpret_cast<unsigned long long *>(&p.session.team.scratch->wait_ns[source]),
-                ptx::global_timer_ns() - start);
+      add_to(&p.session.team.scratch->wait_ns[source], ptx::global_timer_ns() - start);
   }
   const int expert = row ? entry_expert(code) : 0x7fffffff;
   const int first = __reduce_min_sync(kAllLanes, nothing ? 0x7fffffff : expert);

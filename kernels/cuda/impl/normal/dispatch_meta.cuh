@@ -335,6 +335,11 @@ __device__ inline ReceiverShare receiver_share(int worker, int num_workers, int 
   const int source = worker % num_sources;
   return {source, worker / num_sources, (num_workers - source + num_sources - 1) / num_sources};
 }
+// How many of a source's rows a receiving warp takes together: of few rows each warp takes some (32 of 128 rows took a
+// warp 19 us, with scales by columns).
+__device__ inline int rows_together(int most, const RingShape &ring, int rows, const ReceiverShare &share) {
+  return min(min(most, static_cast<int>(ring.slots)), max(1, ceil_div(rows, share.step)));
+}
 
 // By one warp: rows of a rank that takes no part (any more) name no expert.
 __device__ __noinline__ inline void blank_meta(const DispatchParams &p, int64_t final_row, int first, int count) {
@@ -359,8 +364,7 @@ __device__ inline void receive_meta(const DispatchParams &p, uint64_t epoch, boo
   const int before = rows_before(p.rank_prefix_matrix(), team.num_ranks, share.source, team.rank);
   const int rows = p.rank_prefix_matrix()[share.source * team.num_ranks + team.rank] - before;
   const RingShape ring = dispatch_ring(p, direct);
-  // Of few rows each warp takes some: 32 of 128 rows took a warp 19 us, with scales by columns.
-  const int chunk = min(min(kMetaChunk, static_cast<int>(ring.slots)), max(1, ceil_div(rows, share.step)));
+  const int chunk = rows_together(kMetaChunk, ring, rows, share);
   const uint64_t *flags = team.ring_flag(team.rank, kMeta, share.source);
   const uint8_t *rows_here = team.self + team.nvl + ring.meta(share.source, 0);
   bool gone = shrinks(team) && is_without(p.session, share.source);

@@ -306,7 +306,7 @@ __device__ inline bool receive_expanded(const DispatchParams &p, uint64_t epoch,
   const int before = rows_before(p.rank_prefix_matrix(), team.num_ranks, share.source, team.rank);
   const int rows = p.rank_prefix_matrix()[share.source * team.num_ranks + team.rank] - before;
   const RingShape ring = dispatch_ring(p, direct);
-  const int chunk = min(min(kExpandChunk, static_cast<int>(ring.slots)), max(1, ceil_div(rows, share.step)));
+  const int chunk = rows_together(kExpandChunk, ring, rows, share);
   const uint64_t *meta_flags = team.ring_flag(team.rank, kMeta, share.source),
                  *row_flags = team.ring_flag(team.rank, kPayload, share.source);
   const uint8_t *metas = team.self + team.nvl + ring.meta(share.source, 0),
