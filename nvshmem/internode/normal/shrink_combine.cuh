@@ -55,8 +55,7 @@ __device__ inline Outcome serve_pair_sender(const ShrinkCombineParams &p, uint64
   __syncwarp();
   if (lane_id() == 0) {
     *state = {0, static_cast<uint32_t>(sent), closed, 1};
-    if (closed)
-      add_to(&team.scratch->sent_bytes[owner], static_cast<uint64_t>(sent) * p.c.row_bytes);
+    if (closed) add_to(&team.scratch->sent_bytes[owner], static_cast<uint64_t>(sent) * p.c.row_bytes);
   }
   __syncwarp();
   if (closed) return kDone;
