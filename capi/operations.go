@@ -88,6 +88,13 @@ func dpgo_dispatch(id C.uintptr_t, a *C.deepep_dispatch_args, c *C.dp_call) C.in
 	return operate(id, c, func(b *core.Buffer, call *core.Call) error { return b.Dispatch(args[op.DispatchArgs](a), call) })
 }
 
+//export dpgo_dispatch_at_once
+func dpgo_dispatch_at_once(id C.uintptr_t, n *C.deepep_notify, a *C.deepep_dispatch_args, c *C.dp_call) C.int32_t {
+	return operate(id, c, func(b *core.Buffer, call *core.Call) error {
+		return b.DispatchAtOnce(args[op.NotifyArgs](n), args[op.DispatchArgs](a), call)
+	})
+}
+
 //export dpgo_cancel_dispatch
 func dpgo_cancel_dispatch(id C.uintptr_t, token C.uint64_t, reason C.int32_t, c *C.dp_call) C.int32_t {
 	return operate(id, c, func(b *core.Buffer, call *core.Call) error {

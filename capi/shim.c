@@ -496,6 +496,26 @@ DP_PUBLIC deepep_status_t deepep_dispatch(deepep_buffer_t buffer, const deepep_d
   return dpgo_dispatch(ID(buffer), &full, &order);
 }
 
+DP_PUBLIC deepep_status_t deepep_dispatch_at_once(deepep_buffer_t buffer, const deepep_notify *notify,
+                                                  const deepep_dispatch_args *args, const deepep_call *call) {
+  deepep_notify counts = DEEPEP_NOTIFY_INIT;
+  deepep_dispatch_args full = DEEPEP_DISPATCH_INIT;
+  deepep_handle handle, *theirs;
+  dp_call order;
+  TRY(enter());
+  TRY(take_struct(&counts, sizeof counts, NOTIFY_SIZE_0_1, notify, "notify"));
+  TRY(take_struct(&full, sizeof full, DISPATCH_SIZE_0_1, args, "args"));
+  theirs = counts.handle;
+  if (full.handle != NULL && full.handle != theirs)
+    return invalid("args.handle", "another handle", "that of the notify, or NULL");
+  TRY(take_handle(&handle, theirs));
+  TRY(take_call(&order, call));
+  counts.handle = full.handle = &handle;
+  TRY(dpgo_dispatch_at_once(ID(buffer), &counts, &full, &order));
+  give(theirs, &handle, sizeof handle);
+  return DEEPEP_OK;
+}
+
 DP_PUBLIC deepep_status_t deepep_cancel_dispatch(deepep_buffer_t buffer, uint64_t token, deepep_status_t reason,
                                                  const deepep_call *call) {
   dp_call order;

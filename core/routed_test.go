@@ -7,19 +7,27 @@ import (
 	"github.com/deepep-go/deepep/internal/status"
 )
 
-// A row for each choice, in the order of experts, and back, without a host that waits and with one.
+// How a dispatch knows its rows: a host waits for counts; outputs have room for any routing, in two calls or in one.
+const (
+	waits = iota
+	worst
+	atOnce
+)
+
+// A row for each choice, in the order of experts, and back.
 func TestExpandedRows(t *testing.T) {
 	for _, ranks := range []int{1, 3} {
 		t.Run(fmt.Sprint(ranks), func(t *testing.T) {
 			onRanks(t, ranks, BufferOptions{NumNVLBytes: 1 << 20}, func(m *member) {
-				m.expanded(false)
-				m.expanded(true)
+				m.expanded(waits)
+				m.expanded(worst)
+				m.expanded(atOnce)
 			})
 		})
 	}
 }
 
-func (m *member) expanded(worst bool) {
+func (m *member) expanded(how int) {
 	const tokens, k, local, hidden, align = 7, 3, 2, 16, 4
 	most := tokens * m.size
 	room := most*k + align*local
@@ -43,13 +51,17 @@ func (m *member) expanded(worst bool) {
 		NumTokens: tokens, NumTopK: k, NumExperts: int32(local * m.size), ExpertAlignment: align, XType: BF16, Hidden: hidden, Handle: &h,
 		Routing: RoutingExpanded, IndexType: Int64, NumMaxTokens: tokens, TopKIdx: address(m, index),
 	}
-	if worst {
+	if how != waits {
 		n.NumWorstTokens, n.NumWorstExpanded = int32(most), int32(room)
 	}
-	token, err := m.Notify(&n, &Call{})
-	m.must(err)
+	var token uint64
+	if how != atOnce {
+		var err error
+		token, err = m.Notify(&n, &Call{})
+		m.must(err)
+	}
 	h.NumRecvTokens, h.NumExpandedTokens = int32(most), int32(room)
-	if !worst {
+	if how == waits {
 		counts := make([]int32, local)
 		rows, err := m.WaitCounts(token, -1, counts)
 		m.must(err)
@@ -64,8 +76,20 @@ func (m *member) expanded(worst bool) {
 	other.Handle = new(Handle)
 	*other.Handle = h
 	other.Handle.ExpertAlignment = 2 * align
-	m.check(status.CodeOf(m.Dispatch(&other, &Call{})) == status.InvalidArgument, "a handle of another alignment")
-	m.must(m.Dispatch(&d, &Call{}))
+	if how == atOnce {
+		m.check(status.CodeOf(m.DispatchAtOnce(&n, &other, &Call{})) == status.InvalidArgument, "another handle")
+		other = d
+		other.Token = 1
+		m.check(status.CodeOf(m.DispatchAtOnce(&n, &other, &Call{})) == status.InvalidArgument, "a token")
+		counted := n
+		counted.NumWorstTokens = 0
+		m.check(status.CodeOf(m.DispatchAtOnce(&counted, &d, &Call{})) == status.InvalidArgument, "no room for any routing")
+		m.check(h.Exchange == 0 && h.NumRanks == 0, "a refused call has written to the handle")
+		m.must(m.DispatchAtOnce(&n, &d, &Call{}))
+	} else {
+		m.check(status.CodeOf(m.Dispatch(&other, &Call{})) == status.InvalidArgument, "a handle of another alignment")
+		m.must(m.Dispatch(&d, &Call{}))
+	}
 	row := 0
 	for e := range local {
 		row = (row + align - 1) / align * align

@@ -96,15 +96,13 @@ static int dispatch_and_combine(rank_state *s) {
   notify.num_tokens_per_rank = s->per_rank;
   notify.num_tokens_per_expert = s->per_expert;
   notify.is_token_in_rank = s->in_rank;
-  notify.handle = dispatch.handle = &handle;
-  CHECK(deepep_notify_counts(s->buffer, &notify, NULL, &dispatch.token));
-
+  notify.handle = &handle;
   dispatch.x = s->x;
   dispatch.topk_weights = s->weights;
   dispatch.recv_x = s->received;
   dispatch.recv_topk_idx = s->received_idx;
   dispatch.recv_topk_weights = s->received_weights;
-  CHECK(deepep_dispatch(s->buffer, &dispatch, NULL));
+  CHECK(deepep_dispatch_at_once(s->buffer, &notify, &dispatch, NULL));
 
   combine.x = s->received; /* the experts are the identity here */
   combine.handle = &handle;

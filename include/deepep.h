@@ -235,8 +235,9 @@ deepep_status_t deepep_buffer_wait_ready(deepep_buffer_t buffer, int64_t slice_m
  * graph of before deepep_buffer_regroup. Returns: INVALID_STATE; failure. */
 deepep_status_t deepep_buffer_check(deepep_buffer_t buffer);
 /* local. Address and size of a raw region of this rank; rdma: 0 the nvl region, 1 the rdma region. The caller may
- * overwrite it while no call is in flight. On GPUs, after writing anything but zeros to the rdma region, call
- * deepep_clean_low_latency_buffer before the next low-latency call. Returns: INVALID_STATE; start-up. */
+ * overwrite it while no call is in flight: with a routing, on any rank, for rows may come before their call. On GPUs,
+ * after writing anything but zeros to the rdma region, call deepep_clean_low_latency_buffer before the next low-latency
+ * call. Returns: INVALID_STATE; start-up. */
 deepep_status_t deepep_buffer_region(deepep_buffer_t buffer, int32_t rdma, void **address, uint64_t *bytes);
 /* local, waits up to slice_ms (< 0: until done) for this rank's calls in flight. Gives back the memory of the buffer,
  * of this device and of this host, and keeps its addresses and the group; all of it is free once every rank has called.
@@ -693,8 +694,15 @@ typedef struct deepep_dispatch_args {
   {sizeof(deepep_dispatch_args), 0, 0, DEEPEP_BF16, 0, 0, 0, 0, 0, DEEPEP_INT64, 0, 0, 0, NULL, NULL, 0, 0, NULL, NULL, \
    NULL, NULL, NULL, NULL, NULL, 0, 0, 0, 0}
 /* clang-format on */
-/* collective, launches. With a routing, on several nodes, with enable_shrink: UNSUPPORTED. */
+/* collective, launches. */
 deepep_status_t deepep_dispatch(deepep_buffer_t buffer, const deepep_dispatch_args *args, const deepep_call *call);
+
+/* collective, launches: both steps of a dispatch whose outputs have room for any routing (num_worst_tokens above 0), in
+ * place of deepep_notify_counts and deepep_dispatch. All ranks make the call like this or none does: with a routing few
+ * rows take half the time on GPUs, since one kernel counts and sends. `args` has no token, and its handle is the
+ * notify's, or NULL: the call fills its matrices and recv_src_idx or recv_src_metadata. */
+deepep_status_t deepep_dispatch_at_once(deepep_buffer_t buffer, const deepep_notify *notify,
+                                        const deepep_dispatch_args *args, const deepep_call *call);
 
 /* collective with the other ranks' deepep_dispatch of the token, launches. In place of deepep_dispatch on a rank that
  * cannot go on after deepep_notify_counts, for example because it has no memory for the rows: the others refuse that
@@ -733,7 +741,7 @@ typedef struct deepep_combine_args {
 #define DEEPEP_COMBINE_INIT \
   {sizeof(deepep_combine_args), 0, 0, 0, 0, 0, NULL, NULL, {NULL, NULL}, NULL, NULL, NULL, 0, 0}
 /* clang-format on */
-/* collective, launches. With a routing, on several nodes, with enable_shrink: UNSUPPORTED. */
+/* collective, launches. */
 deepep_status_t deepep_combine(deepep_buffer_t buffer, const deepep_combine_args *args, const deepep_call *call);
 
 /* ---- Experts' copies --------------------------------------------------------------------------------------------- */

@@ -58,12 +58,12 @@ sanitizer() { # TOOL SECONDS FILTER
 	suite elastic 200 "elastic elastic_balance elastic_clients elastic_failures elastic_ops elastic_refused elastic_regroup elastic_shrink" \
 		-k "not between_nodes"
 	suite clients 150 "clients clients_inference clients_training ops autograd nn"
-	sanitizer memcheck 120 '^ll |^expand/|^combine/'
-	sanitizer racecheck 100 '^expand/|^combine/BF16'
-	sanitizer synccheck 60 '^ll |^expand/'
+	sanitizer memcheck 120 '^expand/|^combine/|^ll dispatch|^ll combine'
+	sanitizer racecheck 100 '^expand/at once|^combine/sums'
+	sanitizer synccheck 60 '^expand/|^ll dispatch'
 ) &
 wait
-run faults 60 -- "$built/bin/deepep" faults --engine cuda --ranks "$ranks" --faults kill,stop,exception --rounds 60
+run faults 120 -- "$built/bin/deepep" faults --engine cuda --ranks "$ranks" --faults kill,stop,exception --rounds 200
 counted=0 # figures from here on
 if [ -x "$built/bin/bench_ops" ] && [ "$gpus" -ge 2 ]; then
 	shape=(ranks="$ranks" devices="$ranks" experts=$((64 * ranks)))

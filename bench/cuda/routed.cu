@@ -73,6 +73,10 @@ struct Calls {
   }
 
   void notify(int routing_kind, uint64_t row_bytes, int num_scales, bool worst) const {
+    dk_notify_params p = notify_params(routing_kind, row_bytes, num_scales, worst);
+    DK(notify, p);
+  }
+  dk_notify_params notify_params(int routing_kind, uint64_t row_bytes, int num_scales, bool worst) const {
     dk_notify_params p{};
     rank.header(p);
     p.num_tokens = routing.tokens;
@@ -95,10 +99,23 @@ struct Calls {
     p.psum_per_rank = as_address(psum_ranks);
     p.psum_per_expert = as_address(psum_experts);
     p.num_per_expert = as_address(num_experts);
-    DK(notify, p);
+    return p;
   }
 
   void dispatch(int routing_kind, uint64_t row_bytes, int num_scales, bool worst, bool direct, bool padding) const {
+    dk_dispatch_params p = dispatch_params(routing_kind, row_bytes, num_scales, worst, direct, padding);
+    DK(dispatch, p);
+  }
+  // Both in one kernel. False: there is none for so many rows.
+  bool dispatch_at_once(int routing_kind, uint64_t row_bytes, int num_scales) const {
+    dk_notify_params n = notify_params(routing_kind, row_bytes, num_scales, true);
+    dk_dispatch_params p = dispatch_params(routing_kind, row_bytes, num_scales, true, true, false);
+    n.size = sizeof n;
+    p.notify = as_address(&n);
+    return call_library("dk_dispatch", p) == DK_OK;
+  }
+  dk_dispatch_params dispatch_params(int routing_kind, uint64_t row_bytes, int num_scales, bool worst, bool direct,
+                                     bool padding) const {
     const bool expand = routing_kind == DK_ROUTING_EXPANDED;
     const int outputs = expand ? (worst ? room : expanded) : worst ? most : rows;
     dk_dispatch_params p{};
@@ -134,7 +151,7 @@ struct Calls {
     p.dst_slot = as_address(slots);
     p.psum_per_expert = as_address(psum_experts);
     p.recv_src_metadata = as_address(meta);
-    DK(dispatch, p);
+    return p;
   }
 
   void combine(int routing_kind, bool worst, uint32_t flags) const {
@@ -157,6 +174,7 @@ struct Calls {
     p.index_bytes = 8;
     p.topk_idx = as_address(idx);
     p.recv_src_metadata = as_address(meta);
+    p.num_max_tokens = routing.tokens;
     DK(combine, p);
   }
 };
@@ -227,15 +245,28 @@ void time_routed(Rank &rank, const std::vector<int> &sms) {
         show("combine expanded, unreduced", rows16, DK_OP_COMBINE,
              [&] { calls.combine(kind, false, DK_COMBINE_UNREDUCED); });
     }
-    for (int kind : {kPlain, kExpanded}) {
-      const double round = time_graph(rank, 20, [&] {
-        calls.notify(kind, fp8, calls.scales, true);
-        calls.dispatch(kind, fp8, calls.scales, true, true, false);
-        calls.combine(kind, true, 0);
-      });
-      if (rank.rank == 0)
-        printf("%-34s sms %3d  %8.1f us a round of notify, FP8 dispatch, BF16 combine\n",
-               kind == kPlain ? "graph, worst case, plain" : "graph, worst case, expanded", n, round);
-    }
+    for (int kind : {kPlain, kExpanded})
+      for (bool at_once : {false, true}) {
+        if (at_once && !calls.dispatch_at_once(kind, fp8, calls.scales)) continue;
+        const char *name = kind == kPlain ? "plain" : "expanded";
+        if (at_once && kind == kPlain)
+          show("plain FP8 by columns, at once", rows8, DK_OP_DISPATCH,
+               [&] { calls.dispatch_at_once(kPlain, fp8, calls.scales); });
+        else if (at_once)
+          show("expanded FP8 by columns, at once", rows8, DK_OP_DISPATCH,
+               [&] { calls.dispatch_at_once(kExpanded, fp8, calls.scales); });
+        const double round = time_graph(rank, 20, [&] {
+          if (at_once) {
+            calls.dispatch_at_once(kind, fp8, calls.scales);
+          } else {
+            calls.notify(kind, fp8, calls.scales, true);
+            calls.dispatch(kind, fp8, calls.scales, true, true, false);
+          }
+          calls.combine(kind, true, 0);
+        });
+        if (rank.rank == 0)
+          printf("graph, worst case, %-15s sms %3d  %8.1f us a round of notify, FP8 dispatch, BF16 combine%s\n", name,
+                 n, round, at_once ? ", in two kernels" : "");
+      }
   }
 }

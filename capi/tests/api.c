@@ -243,7 +243,7 @@ static void run_expanded(deepep_buffer_t buffer) {
       stats[E] = {0};
   int32_t rows = 0, end = 0, i, k;
   uint64_t token = 0;
-  deepep_handle handle = DEEPEP_HANDLE_INIT;
+  deepep_handle handle = DEEPEP_HANDLE_INIT, other;
   deepep_notify notify = DEEPEP_NOTIFY_INIT;
   deepep_dispatch_args dispatch = DEEPEP_DISPATCH_INIT;
   deepep_combine_args combine = DEEPEP_COMBINE_INIT;
@@ -322,6 +322,22 @@ static void run_expanded(deepep_buffer_t buffer) {
   meta[2] = combine.num_x_rows; /* outside x */
   EXPECT(deepep_combine(buffer, &combine, NULL) == DEEPEP_ERROR_INVALID_ARGUMENT && SAYS("recv_src_metadata"));
   EXPECT(deepep_buffer_check(buffer) == DEEPEP_OK);
+  dispatch.cached = 0; /* the same tokens, both steps at once, into room for any routing */
+  memset(again, 0, sizeof again);
+  memset(slot, 0, sizeof slot);
+  EXPECT(deepep_dispatch_at_once(buffer, &notify, &dispatch, NULL) == DEEPEP_ERROR_INVALID_ARGUMENT &&
+         SAYS("num_worst_tokens"));
+  notify.num_worst_tokens = dispatch.num_worst_tokens = handle.num_recv_tokens = T;
+  notify.num_worst_expanded = ROOM;
+  other = handle;
+  dispatch.handle = &other;
+  EXPECT(deepep_dispatch_at_once(buffer, &notify, &dispatch, NULL) == DEEPEP_ERROR_INVALID_ARGUMENT &&
+         SAYS("args.handle"));
+  dispatch.handle = NULL;
+  EXPECT(deepep_dispatch_at_once(buffer, &notify, &dispatch, NULL) == DEEPEP_OK);
+  for (i = 0; i < T * K; i++)
+    EXPECT(i / K == 2 ? slot[i] == -1 : memcmp(again + slot[i] * H, x + i / K * H, 2 * H) == 0);
+  EXPECT(handle.exchange != other.exchange && handle.num_tokens == T && stats[2] == 6);
 }
 
 /* Copies of experts: two tensors come to the slots, and what was added to the copies comes back. */
@@ -452,7 +468,7 @@ static void test_life(void) {
   EXPECT(deepep_barrier(buffer, &call) == DEEPEP_OK && deepep_event_wait(event, -1) == DEEPEP_OK);
   EXPECT(deepep_query_mask(buffer, (int32_t *)sent, NULL) == DEEPEP_ERROR_INVALID_STATE && SAYS("shrink"));
   stats.op = DEEPEP_OP_DISPATCH;
-  EXPECT(deepep_stats(buffer, &stats, sent, waited) == DEEPEP_OK && stats.calls == 22 && sent[0] > 0 &&
+  EXPECT(deepep_stats(buffer, &stats, sent, waited) == DEEPEP_OK && stats.calls == 26 && sent[0] > 0 &&
          stats.p99_us >= stats.p50_us);
   EXPECT(deepep_event_destroy(event) == DEEPEP_OK && deepep_event_wait(event, 0) == DEEPEP_ERROR_INVALID_ARGUMENT);
   EXPECT(deepep_group_destroy(group) == DEEPEP_OK); /* buffers of the group live on */

@@ -301,7 +301,7 @@ static deepep_handle routed_handle(int32_t num_tokens, int32_t num_topk, int32_t
   return h;
 }
 
-static bool notify_routed(deepep_handle *h, deepep_call *call, int64_t hidden_size, int32_t worst) {
+static deepep_notify routed_counts(deepep_handle *h, int64_t hidden_size, int32_t worst) {
   deepep_notify a = DEEPEP_NOTIFY_INIT;
   a.num_tokens = h->num_tokens;
   a.num_topk = h->num_topk;
@@ -317,6 +317,11 @@ static bool notify_routed(deepep_handle *h, deepep_call *call, int64_t hidden_si
   a.cumulative_recv_stats = below(2) ? place() : NULL;
   a.topk_idx_copy = below(2) ? place() : NULL;
   a.handle = h;
+  return a;
+}
+
+static bool notify_routed(deepep_handle *h, deepep_call *call, int64_t hidden_size, int32_t worst) {
+  deepep_notify a = routed_counts(h, hidden_size, worst);
   token = 0;
   deepep_status_t status = deepep_notify_counts(buffer, &a, call, &token);
   note(status);
@@ -346,11 +351,13 @@ static void call_routed(deepep_call *call) {
   deepep_call plain = DEEPEP_CALL_INIT;
   plain.is_async = (int32_t)below(2);
   if (call && !rarely()) call = &plain;
-  bool counted = notify_routed(&h, call, hidden_size, worst) && learn_counts(&h, worst);
+  bool once = worst && below(2);
+  deepep_notify both = routed_counts(&h, hidden_size, worst);
+  bool counted = (once || notify_routed(&h, call, hidden_size, worst)) && learn_counts(&h, worst);
   for (int turn = 0; counted && turn < 1 + (int)below(3); turn++) {
     deepep_dispatch_args d = DEEPEP_DISPATCH_INIT;
     d.cached = turn > 0 || rarely();
-    d.token = d.cached ? 0 : token;
+    d.token = d.cached || once ? 0 : token;
     d.hidden = hidden_size;
     d.num_tokens = h.num_tokens;
     d.num_worst_tokens = d.cached ? 0 : worst;
@@ -368,7 +375,7 @@ static void call_routed(deepep_call *call) {
     d.recv_topk_idx = h.routing == 1 && below(2) ? place() : NULL;
     d.recv_topk_weights = d.topk_weights ? place() : NULL;
     d.do_zero_padding = h.routing == 2 && below(2);
-    note(deepep_dispatch(buffer, &d, call));
+    note(once && turn == 0 ? deepep_dispatch_at_once(buffer, &both, &d, call) : deepep_dispatch(buffer, &d, call));
     if (rarely()) h.recv_src_metadata = address();
     if (rarely()) h.num_expanded_tokens = claim();
     deepep_combine_args c = DEEPEP_COMBINE_INIT;

@@ -36,6 +36,10 @@ const MaxSegments = 64
 // MaxRoutedExperts is DK_MAX_ROUTED_EXPERTS.
 const MaxRoutedExperts = 2048
 
+// AtOnceRows is DK_AT_ONCE_ROWS: With DK_CAP_AT_ONCE: so many rows may come to a rank where few have kernels of
+// their own.
+const AtOnceRows = 1024
+
 // MaxBalancedSlots is DK_MAX_BALANCED_SLOTS: of all ranks.
 const MaxBalancedSlots = 4096
 
@@ -152,6 +156,7 @@ const (
 	CapNormalCopy        = 512  // likewise DK_TEAM_NORMAL_COPY
 	CapShrinkNodes       = 1024 // normal mode of teams that shrink and span nodes goes on without lost ranks
 	CapRoutedShrinkNodes = 2048 // likewise calls with a routing
+	CapAtOnce            = 4096 // a dispatch takes its notify with it (dk_dispatch_params.notify)
 )
 
 // How memory is shared among processes.

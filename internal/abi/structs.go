@@ -672,6 +672,11 @@ type DispatchParams struct {
 	DstSlot              uint64 // int32[T,K] of the notify or the handle; expanded only
 	PsumPerExpert        uint64 // int32[L] of the notify or the handle, with DK_DISPATCH_ZERO_PADDING or shrink
 	RecvSrcMetadata      uint64 // int32[N,K+2]; [out] unless cached; 0: not wanted (plain)
+
+	// With DK_CAP_AT_ONCE, a routing and num_worst_tokens: host: the dk_notify_params of a notify that has not been
+	// called, of the same tensors, whose counts the host does not want; the call does what both do, under this one's
+	// number. DK_EUNSUPPORTED: not for these sizes, on any rank, and nothing was done. 0: the notify was called.
+	Notify uint64
 }
 
 // CombineParams is dk_combine_params.

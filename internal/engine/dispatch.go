@@ -1,8 +1,11 @@
 package engine
 
 import (
+	"unsafe"
+
 	"github.com/deepep-go/deepep/core/op"
 	"github.com/deepep-go/deepep/internal/abi"
+	"github.com/deepep-go/deepep/internal/device"
 	"github.com/deepep-go/deepep/internal/plan"
 	"github.com/deepep-go/deepep/internal/status"
 )
@@ -22,13 +25,98 @@ func (b *Buffer) Dispatch(a *op.DispatchArgs, c *Call) error {
 		launch = b.launchRest
 	}
 	return launch(c, abi.OpDispatch, placeOfWhole(c), &p.OpHeader, func() error { return b.endExchange(a) }, func() int32 {
-		b.fillDispatch(p, a, &config)
-		p.NumSMs = b.chooseSMs(&config, plan.SMQuery{
-			Kind: plan.KindDispatch, RowBytes: p.HiddenBytes + 4*uint64(a.NumScales), Tokens: int(a.NumTokens), TopK: int(plan.DispatchRows(a).NumTopK),
-			RecvTokens: knownRows(a), Staged: p.RecvSegment < 0,
-		})
+		b.fillRows(p, a, &config, false)
 		return b.opt.Library.Dispatch(p)
 	})
+}
+
+// DispatchAtOnce is a Notify whose counts no host waits for, and its Dispatch. Where the library has a kernel that does
+// both, for few rows, it is one launch. Collective.
+func (b *Buffer) DispatchAtOnce(n *op.NotifyArgs, d *op.DispatchArgs, c *Call) error {
+	if err := b.checkNotify(n); err != nil {
+		return err
+	}
+	if d.Handle != nil && d.Handle != n.Handle {
+		return status.InvalidArg("handle", "another handle", "that of the notify")
+	}
+	h, counts, rows := *n.Handle, *n, *d // the caller's stay as they are if the call is refused
+	counts.Handle, rows.Handle = &h, &h
+	keepRouting(&h, n)
+	h.NumRanks, h.NumTokens, h.Exchange = int32(b.size), n.NumTokens, 0
+	if err := b.checkAtOnce(&counts, &rows); err != nil {
+		return err
+	}
+	config, err := b.config(c, plan.KindDispatch)
+	if err != nil {
+		return err
+	}
+	p, q := &b.params.dispatch, &b.params.notify
+	fits := func() error { return b.fitsRow(plan.DispatchRows(&rows).HiddenBytes() + 4*uint64(rows.NumScales)) }
+	var cut error // of a dispatch whose notify was launched
+	err = b.launch(c, abi.OpDispatch, placeOfWhole(c), &p.OpHeader, fits, func() int32 {
+		b.calls[abi.OpNotify]++
+		rows.Token = b.calls[abi.OpNotify]
+		q.OpHeader = p.OpHeader
+		q.Call = rows.Token
+		h.Exchange = b.handleOf(q.Call, device.Stream(q.Stream))
+		b.fillNotify(q, &counts, &config)
+		b.fillRows(p, &rows, &config, b.goesAtOnce(&h))
+		code, notified := b.dispatchAtOnce(p, q)
+		if code == 0 || !notified {
+			return code
+		}
+		cut = b.launched(abi.OpDispatch, code, p.DeviceError) // peers have this rank's counts, and its tensors are in use
+		b.fillCancelled(p, &pending{rows: plan.DispatchRows(&rows), routing: routingOf(&h), matrix: h.RankPrefixMatrix}, rows.Token, code, &config)
+		return b.opt.Library.Dispatch(p)
+	})
+	if err == nil && cut != nil {
+		if c.Async && c.Event != nil {
+			_ = c.Event.Wait(b.opt.Timeout)
+		}
+		err = cut
+	}
+	if err == nil {
+		*n.Handle = h
+	}
+	return err
+}
+
+func (b *Buffer) checkAtOnce(n *op.NotifyArgs, d *op.DispatchArgs) error {
+	switch shape := plan.DispatchRows(d); {
+	case n.NumWorstTokens == 0:
+		return status.InvalidArg("num_worst_tokens", 0, "1 or more: else a rank waits for counts between notify and dispatch")
+	case d.Cached != 0:
+		return status.InvalidArg("cached", true, "false: the call makes the handle")
+	case d.Token != 0:
+		return status.InvalidArg("token", d.Token, "0: the call is its own notify")
+	case shape != plan.NotifyRows(n):
+		return status.InvalidArg("shape", rowsText(shape), "that of the notify: "+rowsText(plan.NotifyRows(n)))
+	}
+	return b.checkDispatch(d)
+}
+
+// dispatchAtOnce launches one kernel, or those of a notify and its dispatch; notified: of the notify at least. b.mu is held.
+func (b *Buffer) dispatchAtOnce(p *abi.DispatchParams, q *abi.NotifyParams) (code int32, notified bool) {
+	if b.opt.Library.Has(abi.CapAtOnce) {
+		q.Size = uint32(unsafe.Sizeof(*q))
+		p.Notify = uint64(uintptr(unsafe.Pointer(q)))
+		code = b.opt.Library.Dispatch(p)
+		p.Notify = 0
+		if code != int32(status.Unsupported) {
+			return code, false
+		}
+	}
+	if code = b.opt.Library.Notify(q); code != 0 {
+		p.DeviceError = q.DeviceError
+		return code, false
+	}
+	return b.opt.Library.Dispatch(p), true
+}
+
+// goesAtOnce reports whether rows are so few that calls with a routing have kernels of their own.
+func (b *Buffer) goesAtOnce(h *op.Handle) bool {
+	few := int64(h.NumMaxTokens)*int64(b.size) <= abi.AtOnceRows
+	return few && h.Routing != op.RoutingNone && b.opt.Library.Has(abi.CapAtOnce)
 }
 
 // CancelDispatch is this rank's part of a dispatch that it cannot make: the peers, which have its counts, are told why
@@ -39,22 +127,39 @@ func (b *Buffer) CancelDispatch(token uint64, reason error, c *Call) error {
 		return err
 	}
 	p := &b.params.dispatch
-	a := op.DispatchArgs{Token: token, RecvSegment: -1, Handle: &op.Handle{}}
+	var found pending
 	take := func() error {
 		slot, err := b.pendingOf(token)
 		if err != nil {
 			return err
 		}
-		rows := slot.rows
-		a.XType, a.NumScales, a.Hidden, a.NumTopK, a.NumExperts = rows.XType, rows.NumScales, rows.Hidden, rows.NumTopK, rows.NumExperts
-		a.Handle.RankPrefixMatrix, slot.token = slot.matrix, 0
-		giveRouting(&a, slot.routing)
+		found, slot.token = *slot, 0
 		return nil
 	}
 	return b.launchRest(c, abi.OpDispatch, placeOfWhole(c), &p.OpHeader, take, func() int32 {
-		b.fillDispatch(p, &a, &config)
-		p.Flags, p.Reason, p.IndexBytes, p.NumSMs = abi.DispatchCancelled, int32(status.CodeOf(reason)), 8, 0
+		b.fillCancelled(p, &found, token, int32(status.CodeOf(reason)), &config)
 		return b.opt.Library.Dispatch(p)
+	})
+}
+
+// fillCancelled sets the parameters of a dispatch that this rank cannot make.
+func (b *Buffer) fillCancelled(p *abi.DispatchParams, exchange *pending, token uint64, reason int32, config *plan.Config) {
+	rows := exchange.rows
+	a := op.DispatchArgs{
+		Token: token, RecvSegment: -1, XType: rows.XType, NumScales: rows.NumScales, Hidden: rows.Hidden, NumTopK: rows.NumTopK,
+		NumExperts: rows.NumExperts, Handle: &op.Handle{RankPrefixMatrix: exchange.matrix},
+	}
+	giveRouting(&a, exchange.routing)
+	b.fillDispatch(p, &a, config)
+	p.Flags, p.Reason, p.IndexBytes, p.NumSMs = abi.DispatchCancelled, reason, 8, 0
+}
+
+// fillRows sets the parameters of a dispatch that sends rows.
+func (b *Buffer) fillRows(p *abi.DispatchParams, a *op.DispatchArgs, config *plan.Config, atOnce bool) {
+	b.fillDispatch(p, a, config)
+	p.NumSMs = b.chooseSMs(config, plan.SMQuery{
+		Kind: plan.KindDispatch, RowBytes: p.HiddenBytes + 4*uint64(a.NumScales), Tokens: int(a.NumTokens), TopK: int(plan.DispatchRows(a).NumTopK),
+		RecvTokens: knownRows(a), Staged: p.RecvSegment < 0, AtOnce: atOnce,
 	})
 }
 

@@ -49,6 +49,7 @@ func (b *Buffer) Combine(a *op.CombineArgs, c *Call) error {
 	return b.launch(c, abi.OpCombine, placeOfWhole(c), &p.OpHeader, fits, func() int32 {
 		p.NumSMs = b.chooseSMs(&config, plan.SMQuery{
 			Kind: plan.KindCombine, RowBytes: 2 * uint64(a.Hidden), Tokens: int(h.NumTokens), TopK: int(max(a.NumTopK, h.NumTopK)), RecvTokens: int(h.NumRecvTokens),
+			AtOnce: b.goesAtOnce(h),
 		})
 		p.X, p.TopKWeights, p.Bias = uint64(a.X), uint64(a.TopKWeights), [2]uint64{uint64(a.Bias[0]), uint64(a.Bias[1])}
 		p.RankPrefixMatrix, p.SendHead, p.RecvSrcIdx = uint64(h.RankPrefixMatrix), uint64(h.SendHead), uint64(h.RecvSrcIdx)

@@ -35,36 +35,40 @@ func (b *Buffer) Notify(a *op.NotifyArgs, c *Call) (token uint64, err error) {
 	if err != nil {
 		return 0, err
 	}
-	shape := plan.NotifyRows(a)
 	p := &b.params.notify
 	var slot *pending
 	reserve := func() (err error) {
-		if err = b.fitsRow(shape.HiddenBytes() + 4*uint64(a.NumScales)); err == nil {
+		if err = b.fitsRow(plan.NotifyRows(a).HiddenBytes() + 4*uint64(a.NumScales)); err == nil {
 			slot, err = b.reservePending(a)
 		}
 		return err
 	}
 	err = b.launch(c, abi.OpNotify, placeOfWhole(c), &p.OpHeader, reserve, func() int32 {
 		token, slot.token = p.Call, p.Call
-		p.NumSMs = config.NumSMs
-		p.TokensPerRank, p.TokensPerExpert, p.TokenInRank = uint64(a.NumTokensPerRank), uint64(a.NumTokensPerExpert), uint64(a.IsTokenInRank)
-		p.NumTokens, p.NumTopK, p.NumExperts = a.NumTokens, a.NumTopK, a.NumExperts
-		p.ExpertAlignment, p.NumWorstTokens, p.NumScales = a.ExpertAlignment, a.NumWorstTokens, a.NumScales
-		p.HiddenBytes, p.XType = shape.HiddenBytes(), int32(a.XType)
-		p.RankPrefixMatrix, p.SendHead = uint64(a.Handle.RankPrefixMatrix), uint64(a.Handle.SendHead)
-		p.HostCounts, p.Counts = 0, 0
+		b.fillNotify(p, a, &config)
 		if a.NumWorstTokens == 0 {
 			p.HostCounts, p.Counts = hostAddress(slot.page), slot.address
 		}
-		if a.NumTokensPerExpert == 0 && a.Routing == op.RoutingNone {
-			p.NumExperts = 0
-		}
-		fillRoutedNotify(p, a)
 		keepRouting(a.Handle, a)
 		a.Handle.NumRanks, a.Handle.NumTokens, a.Handle.Exchange = int32(b.size), a.NumTokens, b.handleOf(p.Call, device.Stream(p.Stream))
 		return b.opt.Library.Notify(p)
 	})
 	return token, err
+}
+
+// fillNotify sets the parameters of a notify but for the host's counts.
+func (b *Buffer) fillNotify(p *abi.NotifyParams, a *op.NotifyArgs, config *plan.Config) {
+	p.NumSMs = config.NumSMs
+	p.TokensPerRank, p.TokensPerExpert, p.TokenInRank = uint64(a.NumTokensPerRank), uint64(a.NumTokensPerExpert), uint64(a.IsTokenInRank)
+	p.NumTokens, p.NumTopK, p.NumExperts = a.NumTokens, a.NumTopK, a.NumExperts
+	p.ExpertAlignment, p.NumWorstTokens, p.NumScales = a.ExpertAlignment, a.NumWorstTokens, a.NumScales
+	p.HiddenBytes, p.XType = plan.NotifyRows(a).HiddenBytes(), int32(a.XType)
+	p.RankPrefixMatrix, p.SendHead = uint64(a.Handle.RankPrefixMatrix), uint64(a.Handle.SendHead)
+	p.HostCounts, p.Counts = 0, 0
+	if a.NumTokensPerExpert == 0 && a.Routing == op.RoutingNone {
+		p.NumExperts = 0
+	}
+	fillRoutedNotify(p, a)
 }
 
 func (b *Buffer) checkNotify(a *op.NotifyArgs) error {

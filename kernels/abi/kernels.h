@@ -207,11 +207,12 @@ enum {
   DK_CAP_FP8_HARDWARE = 16,
   DK_CAP_CHUNKS = 32,       /* normal mode moves rows in chunks of the size that a call names, not of its own choice */
   DK_CAP_ROUTED_NODES = 64, /* teams that span nodes take calls with a routing */
-  DK_CAP_ROUTED_SHRINK = 128,       /* teams that shrink, on one node, take calls with a routing */
-  DK_CAP_LL_COPY = 256,             /* DK_TEAM_LL_COPY changes how rows cross */
-  DK_CAP_NORMAL_COPY = 512,         /* likewise DK_TEAM_NORMAL_COPY */
-  DK_CAP_SHRINK_NODES = 1024,       /* normal mode of teams that shrink and span nodes goes on without lost ranks */
-  DK_CAP_ROUTED_SHRINK_NODES = 2048 /* likewise calls with a routing */
+  DK_CAP_ROUTED_SHRINK = 128,        /* teams that shrink, on one node, take calls with a routing */
+  DK_CAP_LL_COPY = 256,              /* DK_TEAM_LL_COPY changes how rows cross */
+  DK_CAP_NORMAL_COPY = 512,          /* likewise DK_TEAM_NORMAL_COPY */
+  DK_CAP_SHRINK_NODES = 1024,        /* normal mode of teams that shrink and span nodes goes on without lost ranks */
+  DK_CAP_ROUTED_SHRINK_NODES = 2048, /* likewise calls with a routing */
+  DK_CAP_AT_ONCE = 4096              /* a dispatch takes its notify with it (dk_dispatch_params.notify) */
 };
 typedef struct dk_info_params {
   DK_HEADER;
@@ -720,6 +721,8 @@ int32_t dk_layout(dk_layout_params *p);
 /* As DEEPEP_ROUTING_* in deepep.h. Teams that span nodes need DK_ROUTING_NONE, or DK_CAP_ROUTED_NODES. */
 enum { DK_ROUTING_NONE = 0, DK_ROUTING_PLAIN = 1, DK_ROUTING_EXPANDED = 2 };
 #define DK_MAX_ROUTED_EXPERTS 2048
+/* With DK_CAP_AT_ONCE: so many rows may come to a rank where few have kernels of their own. */
+#define DK_AT_ONCE_ROWS 1024
 typedef struct dk_notify_params {
   DK_OP_HEADER;
   uint64_t tokens_per_rank;   /* int32[R] */
@@ -798,6 +801,10 @@ typedef struct dk_dispatch_params {
   uint64_t dst_slot;               /* int32[T,K] of the notify or the handle; expanded only */
   uint64_t psum_per_expert;        /* int32[L] of the notify or the handle, with DK_DISPATCH_ZERO_PADDING or shrink */
   uint64_t recv_src_metadata;      /* int32[N,K+2]; [out] unless cached; 0: not wanted (plain) */
+  /* With DK_CAP_AT_ONCE, a routing and num_worst_tokens: host: the dk_notify_params of a notify that has not been
+   * called, of the same tensors, whose counts the host does not want; the call does what both do, under this one's
+   * number. DK_EUNSUPPORTED: not for these sizes, on any rank, and nothing was done. 0: the notify was called. */
+  uint64_t notify;
 } dk_dispatch_params;
 int32_t dk_dispatch(dk_dispatch_params *p);
 

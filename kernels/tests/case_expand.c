@@ -64,7 +64,24 @@ SPEC(plain_worst, .plain = true, .worst = true);
 SPEC(plain_duplicates, .plain = true, .pattern = DUPLICATES, .topk = 5);
 SPEC(plain_silent, .plain = true, .pattern = SILENT_RANK);
 SPEC(plain_segment, .plain = true, .segment = true, .scales = 3, .columns = true, .tokens = 60);
+SPEC(plain_many, .plain = true, .tokens = 600, .row_bytes = 128, .biases = 1);
 SPEC(plain_floor, .plain = true, .tokens = 70, .hidden = 512, .nvl_bytes = 0);
+
+#define ONCE(name, ...) SPEC(name, .worst = true, .at_once = true, __VA_ARGS__)
+ONCE(once, .alignment = 8);
+ONCE(once_padded, .alignment = 16, .padding = true, .biases = 2, .pattern = DUPLICATES, .topk = 5);
+ONCE(once_fp8, .row_bytes = 512, .scales = 5, .columns = true, .alignment = 4, .padding = true);
+ONCE(once_silent, .pattern = SILENT_RANK, .alignment = 8, .padding = true, .weights = false);
+ONCE(once_nobody, .pattern = NOBODY, .alignment = 8, .padding = true);
+ONCE(once_no_tokens, .pattern = NO_TOKENS, .alignment = 8);
+ONCE(once_skewed, .pattern = SKEWED, .tokens = 100, .num_sms = 2);
+ONCE(once_wide, .hidden = 16384, .tokens = 8, .topk = 3, .experts = 2);
+ONCE(once_many_experts, .experts = 256, .topk = 8, .tokens = 20, .alignment = 4);
+ONCE(once_plain, .plain = true, .alignment = 8, .biases = 1);
+ONCE(once_plain_fp8, .plain = true, .row_bytes = 512, .scales = 40, .columns = true, .negative = true, .index_bytes = 4,
+     .tokens = 130, .num_sms = 1);
+ONCE(once_plain_bare, .plain = true, .weights = false, .pattern = DUPLICATES, .topk = 5, .segment = true);
+ONCE(once_plain_silent, .plain = true, .pattern = SILENT_RANK);
 
 /* Twenty calls of different shapes without a wait in between, over two handles. */
 static void back_to_back(struct rank *me) {
@@ -103,6 +120,36 @@ static void plain_by_expanded_handle(struct rank *me) {
   CALL(me, dispatch, &p);
   copy(me, m->meta.at, n->meta.at, n->meta.bytes); /* as a cached dispatch leaves it */
   check_routed_dispatch(m, DK_DISPATCH_CACHED);
+}
+
+/* Calls at once between others, without a wait in between: each sends before its peers have begun it. */
+static void at_once_among_others(struct rank *me) {
+  struct team_spec team = {.nvl_bytes = 1 << 20, .trace = -1};
+  struct team *t = make_team(me, &team);
+  struct routed_spec specs[4] = {once, fp8_rows, once_plain, plain_worst};
+  struct routed *calls[4];
+  for (int i = 0; i < 4; i++) {
+    if (specs[i].row_bytes == 0) specs[i].row_bytes = 2 * (uint64_t)specs[i].hidden;
+    if (specs[i].alignment == 0) specs[i].alignment = 1;
+    calls[i] = make_routed(t, &specs[i], (uint64_t)i);
+    run_routed(calls[i]);
+  }
+  for (uint64_t round = 0; round < 8; round++) {
+    for (int i = 0; i < 4; i++) new_routed_payload(calls[i], 100 * round + (uint64_t)i);
+    if (round % 2 == 1) run_barrier(t);
+    for (int i = 0; i < 4; i++) {
+      int which = (i + (int)round) % 4;
+      dk_notify_params notify = routed_notify(calls[which]);
+      notify.cumulative_stats = 0;
+      dk_dispatch_params p = routed_dispatch(calls[which], specs[which].worst ? 0 : DK_DISPATCH_CACHED);
+      if (specs[which].at_once)
+        p.notify = (uintptr_t)&notify;
+      else if (specs[which].worst)
+        CALL(me, notify, &notify);
+      CALL(me, dispatch, &p);
+    }
+    for (int i = 0; i < 4; i++) check_routed_dispatch(calls[i], specs[i].worst ? 0 : DK_DISPATCH_CACHED);
+  }
 }
 
 /* ---- Contents that only kernels see ------------------------------------------------------------------------------ */
@@ -178,7 +225,8 @@ static void cancelled(struct rank *me) {
 }
 
 /* Ranks that were given different alignments, layouts or M end with the name of what differs. */
-static const uint32_t kAlignment = DK_FIELD_ALIGNMENT, kRouting = DK_FIELD_ROUTING, kMaxTokens = DK_FIELD_MAX_TOKENS;
+static const uint32_t kAlignment = DK_FIELD_ALIGNMENT, kRouting = DK_FIELD_ROUTING, kMaxTokens = DK_FIELD_MAX_TOKENS,
+                      kOperation = DK_FIELD_OPERATION;
 static void mismatch(struct rank *me) {
   uint32_t field = *(const uint32_t *)me->test->arg;
   struct routed_spec spec = usual;
@@ -283,7 +331,60 @@ static void wrong_metadata(struct rank *me) {
   check_routed_combine(n);
 }
 
+/* An index E on rank 1 ends the call on all ranks, and so does room for too few expanded rows on rank 0. */
+static void at_once_refused(struct rank *me) {
+  struct routed_spec spec = once;
+  spec.pattern = ONE_HOT;
+  struct routed *n = small(me, &spec);
+  int64_t right = ((int64_t *)n->idx.host)[7];
+  for (int turn = 0; turn < 2; turn++) {
+    if (me->index == 1) ((int64_t *)n->idx.host)[7] = turn == 0 ? n->routing->experts : right;
+    send_tensor(me, n->idx);
+    dk_notify_params p = routed_notify(n);
+    if (turn == 1 && me->index == 0) p.num_worst_expanded = n->expanded - 1;
+    dk_dispatch_params d = routed_dispatch(n, 0);
+    d.notify = (uintptr_t)&p;
+    CALL(me, dispatch, &d);
+    finish(me);
+    expect_refusal(n->team, DK_EINVAL, DK_OP_DISPATCH, turn == 0 ? 1 : 0,
+                   turn == 0 ? DK_FIELD_TOPK_IDX : DK_FIELD_WORST_EXPANDED);
+    expect_healthy(n->team);
+    fetch_tensor(me, n->meta);
+    fetch_tensor(me, n->slot);
+    finish(me);
+    for (int i = 0; i < n->tokens * spec.topk; i++)
+      expect(me, ((int32_t *)n->slot.host)[i] == -1, "dst_slot[%d] is set", i);
+    for (int i = 0; i < n->rows * (spec.topk + 2); i++)
+      expect(me, ((int32_t *)n->meta.host)[i] == -1, "word %d of the metadata of a call that was refused is set", i);
+  }
+  for (int e = 0; e < spec.experts; e++) ((int32_t *)n->stats.host)[e] = 100 * e;
+  send_tensor(me, n->stats);
+  run_routed(n);
+}
+
+/* One rank makes both calls at once, the others do not; or they have different numbers of tokens. */
+static void at_once_mismatch(struct rank *me) {
+  uint32_t field = *(const uint32_t *)me->test->arg;
+  struct routed_spec spec = once;
+  struct routed *n = small(me, &spec);
+  dk_notify_params p = routed_notify(n);
+  dk_dispatch_params d = routed_dispatch(n, 0);
+  if (me->index == 1 && field == DK_FIELD_MAX_TOKENS) d.num_max_tokens = ++p.num_max_tokens;
+  d.notify = (uintptr_t)&p;
+  if (me->index == 1 && field == DK_FIELD_OPERATION)
+    CALL(me, notify, &p);
+  else
+    CALL(me, dispatch, &d);
+  finish(me);
+  uint32_t op = me->index == 1 && field == DK_FIELD_OPERATION ? DK_OP_NOTIFY : DK_OP_DISPATCH;
+  expect_failure(n->team, DK_EMISMATCH, op, -2);
+  dk_failure f = n->team->status->failure;
+  expect(me, f.field == field, "the failure is of %s", field_name(f.field));
+  expect(me, field != DK_FIELD_OPERATION || f.expected == op, "this rank's operation is %ld", (long)f.expected);
+}
+
 #define SHAPE(name, ranks, spec, weight) {"expand/" name, shape, ranks, &spec, weight, 0, 0}
+#define AT_ONCE(name, ranks, spec, weight) {"expand/at once, " name, shape, ranks, &spec, weight, DK_CAP_AT_ONCE, 0}
 static const struct test_case cases[] = {
     SHAPE("1 rank", 1, usual, QUICK),
     SHAPE("2 ranks", 2, usual, QUICK),
@@ -317,10 +418,30 @@ static const struct test_case cases[] = {
     SHAPE("plain, worst case", 3, plain_worst, QUICK),
     SHAPE("plain, duplicates", 2, plain_duplicates, QUICK),
     SHAPE("plain, a rank without tokens", 4, plain_silent, USUAL),
+    SHAPE("plain, many rows", 2, plain_many, QUICK),
     SHAPE("plain, least memory", 3, plain_floor, QUICK),
     {"expand/rows straight to their places", shape, 3, &segment, QUICK, DK_CAP_PEER_ROWS, 0},
     {"expand/rows straight to their places, worst case", shape, 4, &worst_segment, USUAL, DK_CAP_PEER_ROWS, 0},
     {"expand/plain, rows straight to their places", shape, 3, &plain_segment, QUICK, DK_CAP_PEER_ROWS, 0},
+    AT_ONCE("2 ranks", 2, once, QUICK),
+    AT_ONCE("1 rank", 1, once, QUICK),
+    AT_ONCE("8 ranks", 8, once, USUAL),
+    AT_ONCE("zero padding, duplicates", 3, once_padded, QUICK),
+    AT_ONCE("FP8, scales by column", 3, once_fp8, QUICK),
+    AT_ONCE("a rank without tokens, one without rows", 4, once_silent, QUICK),
+    AT_ONCE("everything -1", 3, once_nobody, QUICK),
+    AT_ONCE("no tokens at all", 3, once_no_tokens, QUICK),
+    AT_ONCE("skewed", 4, once_skewed, USUAL),
+    AT_ONCE("hidden 16384", 2, once_wide, USUAL),
+    AT_ONCE("256 experts a rank", 2, once_many_experts, USUAL),
+    AT_ONCE("plain", 3, once_plain, QUICK),
+    AT_ONCE("plain, FP8, scales by column", 3, once_plain_fp8, QUICK),
+    AT_ONCE("plain, rows of a segment", 3, once_plain_bare, QUICK),
+    AT_ONCE("plain, a rank without tokens", 4, once_plain_silent, USUAL),
+    {"expand/at once among others", at_once_among_others, 3, NULL, QUICK, DK_CAP_AT_ONCE, 0},
+    {"expand/at once, refused", at_once_refused, 3, NULL, QUICK, DK_CAP_AT_ONCE, 0},
+    {"expand/at once, by one rank alone", at_once_mismatch, 3, &kOperation, QUICK, DK_CAP_AT_ONCE, 0},
+    {"expand/at once, other numbers of tokens", at_once_mismatch, 3, &kMaxTokens, QUICK, DK_CAP_AT_ONCE, 0},
     {"expand/back to back", back_to_back, 3, NULL, QUICK, 0, 0},
     {"expand/plain rows by an expanded handle", plain_by_expanded_handle, 3, NULL, QUICK, 0, 0},
     {"expand/refused: index E", wrong_index, 3, NULL, QUICK, 0, 0},

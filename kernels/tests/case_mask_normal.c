@@ -1,4 +1,6 @@
 /* case_mask_normal.c - normal mode with shrinking: ranks that are masked, dead or late are left out by all alike. */
+#include <string.h>
+
 #include "lowlat.h"
 #include "normal.h"
 #include "routed.h"
@@ -232,6 +234,38 @@ static void halves(struct rank *me) {
   take_back(t, 70);
 }
 
+/* In each round rank 1, which makes no sums, leaves as soon as its rows are out: behind its combine a copy marks it
+ * dead, as the engine does. Others find that out while they still wait for those rows; every row is in its sum. To TSan
+ * that copy is a race with the others' looks. */
+static void leaves_after_its_rows(struct rank *me) {
+  enum { ROUNDS = 50, LEAVING = 1 };
+  static const struct combine_spec few = {.hidden = 256, .weights = true, .num_sms = 1}; /* its rows come late */
+  struct team *t = shrinking_team(me);
+  struct normal_spec *spec = spec_for(me);
+  spec->pattern = SILENT_RANK;
+  struct normal *n = make_normal(t, spec, 5);
+  dispatch_and_check(n);
+  dk_status *all[MAX_SEATS];
+  gather(me, &t->status, sizeof t->status, -1, all, NULL);
+  struct tensor dead = tensor(me, "dead", 1);
+  memset(dead.host, 1, 1);
+  send_tensor(me, dead);
+  for (uint64_t round = 0; round < ROUNDS; round++) {
+    struct mark mark = set_mark(me);
+    struct combine *c = make_combine(n, me->index == LEAVING ? &few : &kSums, 6 + round);
+    run_combine(c);
+    for (int i = 0; me->index == LEAVING && i < me->count; i++)
+      if (i != LEAVING) copy(me, (uintptr_t)&all[i]->dead[LEAVING], dead.at, 1);
+    check_combine(c);
+    expect_no_refusal(t);
+    expect_masks(t, 0);
+    meet(me);
+    __atomic_store_n(&t->status->dead[LEAVING], 0, __ATOMIC_RELEASE);
+    back_to(me, mark);
+    meet(me);
+  }
+}
+
 /* ---- With a routing ---------------------------------------------------------------------------------------------- */
 
 #define ROUTED(name, ...)                  \
@@ -360,6 +394,7 @@ static const struct test_case cases[] = {
     {"normal mask/late for the dispatch", lost_after_notify, 3, &late_for_dispatch, QUICK, 0, 0},
     {"normal mask/a death before combine", lost_after_notify, 3, &dies_before_combine, QUICK, 0, 0},
     {"normal mask/small region", lost_among_rows, 3, NULL, QUICK, 0, 0},
+    {"normal mask/a rank that leaves after its rows", leaves_after_its_rows, 4, NULL, HEAVY, 0, 0},
     {"normal mask/two halves", halves, 4, NULL, QUICK, 0, 0},
     {"normal mask/plain, masked by one", routed_masked, 4, &kPlain, QUICK, DK_CAP_ROUTED_SHRINK, 0},
     {"normal mask/expanded, masked by one", routed_masked, 3, &kExpanded, QUICK, DK_CAP_ROUTED_SHRINK, 0},

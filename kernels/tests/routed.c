@@ -634,9 +634,10 @@ void check_routed_combine(struct routed *n) {
 void run_routed(struct routed *n) {
   struct rank *me = n->team->me;
   dk_notify_params notify = routed_notify(n);
-  CALL(me, notify, &notify);
+  if (!n->spec->at_once) CALL(me, notify, &notify);
   if (!n->spec->worst) await_routed_counts(n);
   dk_dispatch_params dispatch = routed_dispatch(n, 0);
+  if (n->spec->at_once) dispatch.notify = (uintptr_t)&notify;
   CALL(me, dispatch, &dispatch);
   check_routed_notify(n);
   check_routed_dispatch(n, 0);

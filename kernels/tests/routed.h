@@ -17,6 +17,7 @@ struct routed_spec {
   bool padding;   /* zeros between the groups */
   bool weights;   /* with weights, both ways */
   bool worst;     /* no host waits for counts */
+  bool at_once;   /* of a worst case: notify and dispatch are one call */
   bool segment;   /* recv_x in a segment, on all ranks but 0 */
   bool unreduced; /* the combine's every row crosses */
   bool negative;  /* numbers below -1 select nothing either */

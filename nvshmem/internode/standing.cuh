@@ -32,7 +32,7 @@ __device__ inline void await_told(const Session &s, const ShrinkView &shrink, in
   auto *back = reinterpret_cast<uint64_t *>(team.self + shrink.at.told_back + rank * sizeof(Told));
   const auto *told = reinterpret_cast<const uint64_t *>(&shrink.state->told[rank]);
   bool asked = false;
-  int unused_peer;
+  int unused_peer = -1;
   uint64_t unused;
   warp_wait_until(
       s, unused_peer, unused,

@@ -740,6 +740,8 @@ PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "deepep_wait_counts": (I32, [VP, U64, I64, VP, VP]),
     # deepep_status_t deepep_dispatch(deepep_buffer_t buffer, const deepep_dispatch_args *args, const deepep_call *call)
     "deepep_dispatch": (I32, [VP, VP, VP]),
+    # deepep_status_t deepep_dispatch_at_once(deepep_buffer_t buffer, const deepep_notify *notify, const deepep_dispatch_args *args, const deepep_call *call)
+    "deepep_dispatch_at_once": (I32, [VP, VP, VP, VP]),
     # deepep_status_t deepep_cancel_dispatch(deepep_buffer_t buffer, uint64_t token, deepep_status_t reason, const deepep_call *call)
     "deepep_cancel_dispatch": (I32, [VP, U64, I32, VP]),
     # deepep_status_t deepep_combine(deepep_buffer_t buffer, const deepep_combine_args *args, const deepep_call *call)

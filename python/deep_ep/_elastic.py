@@ -236,9 +236,11 @@ class Order(Ordering):
         with _torch.stream_context(self.core.comm_stream):
             handle.current_stream_wait()
 
-    def finish(self, function: Any, args: Any, config: Any, held: tuple[OptionalTensor, ...]) -> EventOverlap:
+    def finish(
+        self, function: Any, values: tuple[Any, ...], config: Any, held: tuple[OptionalTensor, ...]
+    ) -> EventOverlap:
         """Launches the call that ends the operation."""
-        event = self.last(function, args, config=config, held=held)
+        event = self.last(function, *values, config=config, held=held)
         if self.extra and event.event is not None:
             event.extra_tensors = event.event._held = self.extra  # whichever of the two the caller keeps
         return event
@@ -331,6 +333,7 @@ class Sending:
     stats: OptionalTensor = None
     worst: bool = False  # outputs have room for any routing, and no host waits for counts
     exchange: Any = field(default_factory=ctypes.c_uint64)  # the library writes its number here; 0 with a handle
+    notify: Any = None  # deepep_notify of one that the last call brings with it
 
     @property
     def token(self) -> int:
@@ -366,6 +369,7 @@ class ElasticMode:
             raise
 
     def _begin(self, sending: Sending, num_sms: int) -> EPHandle:
+        """Launches the exchange of counts, unless no host waits for them: it goes with the rows then."""
         core, shape, payload, order = self._core, sending.shape, sending.payload, sending.order
         topk_idx = sending.topk_idx
         assert topk_idx is not None
@@ -391,6 +395,9 @@ class ElasticMode:
             native.index_type, shape.num_max, rows if shape.expand else 0, topk_idx.data_ptr(), _at(sending.stats),
             self.num_scaleup(), kept.data_ptr() if sending.copies_topk else 0,
         )  # fmt: skip
+        if sending.worst:
+            sending.notify = notify
+            return handle
         function = core.native.lib.with_gil.deepep_notify_counts
         held = (topk_idx, sending.stats, kept, *library_tensors(handle))
         order.first(function, ctypes.byref(notify), ctypes.byref(sending.exchange), config=sending.config, held=held)
@@ -444,7 +451,7 @@ class ElasticMode:
             if weights is not None:
                 recv_weights = _torch.like(weights, rows) if shape.expand else _torch.like(weights, rows, num_topk)
         args = _DISPATCH(
-            int(sending.token == 0), sending.token, payload.x_type, payload.num_scales, payload.hidden,
+            int(sending.token == 0 and sending.notify is None), sending.token, payload.x_type, payload.num_scales, payload.hidden,
             payload.num_tokens, native.index_type, shape.bound() if sending.worst else 0,
             segment, offset, payload.x.data_ptr(), _at(payload.scales),
             *(payload.scales.stride() if payload.scales is not None else (0, 0)), _at(weights),
@@ -455,7 +462,15 @@ class ElasticMode:
             payload.x, payload.scales, weights, sending.topk_idx, sending.stats, handle.topk_idx,
             *library_tensors(handle), x, scales, topk_idx, recv_weights,
         )  # fmt: skip
-        event = order.finish(core.native.lib.with_gil.deepep_dispatch, ctypes.byref(args), sending.config, held)
+        if sending.notify is None:
+            function, values = core.native.lib.with_gil.deepep_dispatch, (ctypes.byref(args),)
+        else:
+            sending.notify.handle = ctypes.addressof(native)
+            function = core.native.lib.with_gil.deepep_dispatch_at_once
+            values = ctypes.byref(sending.notify), ctypes.byref(args)
+        event = order.finish(function, values, sending.config, held)
+        if sending.notify is not None:
+            setattr(handle.token_metadata_at_forward, EXCHANGE, native.exchange)
         return (x if scales is None else (x, scales)), topk_idx, recv_weights, handle, event
 
     # ---- combine
@@ -491,7 +506,7 @@ class ElasticMode:
             self.apart(expand),
         )  # fmt: skip
         held = (x, topk_weights, *biases, combined, weights, handle.topk_idx, *library_tensors(handle))
-        event = order.finish(core.native.lib.with_gil.deepep_combine, ctypes.byref(args), config, held)
+        event = order.finish(core.native.lib.with_gil.deepep_combine, (ctypes.byref(args),), config, held)
         return combined, weights, event
 
     # ---- helpers

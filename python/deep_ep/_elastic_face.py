@@ -131,15 +131,11 @@ class ElasticFace:
         rows = kind.shape.worst_rows()
         given, segment, offset = core.rows_behind(ordered, self._mode.rows_for, x, rows)
         args = (*inputs, given, *kind.scalars, kind.copies_topk, segment, offset, ctypes.addressof(kind.config))
-        try:
-            got = self._worst.run_ordered(ordered, *args)
-        except errors.DeepEPError as error:
-            cancel(core, _face.begun(error), error, asynchronous=ordered is not False)
-            raise
+        got = self._worst.run_ordered(ordered, *args)
         if type(got) is not tuple:
             return Missing.of(got, given)
-        event, _, exchange, kept, *made = got[: 4 + len(_MADE)]
-        recv_x, *others = got[4 + len(_MADE) :]
+        event, exchange, kept, *made = got[: 3 + len(_MADE)]
+        recv_x, *others = got[3 + len(_MADE) :]
         setattr(made[MATRIX], EXCHANGE, exchange)
         recv_x = given if recv_x is None else recv_x
         return self._dispatched(inputs, kind, kept, made, rows, [], [recv_x, *others], event)
@@ -262,7 +258,7 @@ class ElasticFace:
         self._send.add(key, p)
 
     def _add_worst(self, key: bytes, inputs: Inputs, kind: Kind, recv_x: OptionalTensor) -> None:
-        """Results: token, exchange, the copy of topk_idx, library_tensors of the handle, what is received."""
+        """Results: exchange, the copy of topk_idx, library_tensors of the handle, what is received."""
         p, shape = self._start(inputs), kind.shape
         segment, offset, config = map(number, range(3))
         rows, tokens = constant(shape.worst_rows()), constant(shape.bound())
@@ -274,14 +270,9 @@ class ElasticFace:
         column = constant(scale_column(shape.worst_rows()))
         args = self._dispatch_args(p, inputs[:SCALES + 1], inputs[WEIGHTS], WEIGHTS, inputs[IDX], kind, rows, handle,
                                    recv_x, STATS + 1, segment, offset, column)  # fmt: skip
-        begins = _face.call_struct(p, config, 3, ends=self._core.host_stream)
-        call = _face.call_struct(p, config, 3)
-        token = args + _abi.DispatchArgs.token.offset  # the one call writes it where the other reads it
-        p.call(self._lib.deepep_notify_counts, notify, begins, token)
-        p.call(self._lib.deepep_dispatch, args, call)
-        p.read(token)
+        p.call(self._lib.deepep_dispatch_at_once, notify, args, _face.call_struct(p, config, 3))
         p.read(handle + _abi.Handle.exchange.offset)
-        p.result((New(EventOverlap), *(Entry(i) for i in range(3 + len(_MADE) + 4))))
+        p.result((New(EventOverlap), *(Entry(i) for i in range(2 + len(_MADE) + 4))))
         self._worst.add(key, p)
 
     def add_again(

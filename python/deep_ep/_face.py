@@ -171,22 +171,6 @@ def address_of(function: Any) -> int:
     return ctypes.cast(function, ctypes.c_void_p).value or 0
 
 
-def _noted(error: DeepEPError, got: list[int]) -> DeepEPError:
-    """The error of a refused call, with what the calls before it had left to be read: [status, calls, numbers read]."""
-    if got[1] > 0:
-        setattr(error, _BEGUN, got[2])
-    return error
-
-
-def begun(error: DeepEPError) -> int:
-    """The first number that was read where an earlier call of the plan had been launched; else 0."""
-    return int(getattr(error, _BEGUN, 0))
-
-
-_BEGUN = "_deep_ep_begun"
-_LAUNCH = 3  # in a refused call's list
-
-
 class Program:
     """A plan in the making."""
 
@@ -196,7 +180,7 @@ class Program:
         self._same: list[int] = []
         self._outputs: list[list[int]] = []
         self._writes: list[list[int]] = []
-        self._calls: list[list[int]] = []
+        self._call: list[int] = []
         self._reads: list[int] = []
         self._shape: tuple[bytes, tuple[Any, ...]] | None = None
 
@@ -250,15 +234,15 @@ class Program:
         self._outputs.append([base[1], 0, 0, 0, 0, len(sizes), 1, *lengths, *strides, offset])
 
     def call(self, function: Any, *places: int) -> None:
-        """Adds a call: a function of the C API, which takes the buffer and the addresses of two or three structs."""
-        self._calls.append([address_of(function), *places, *([-1] if len(places) == 2 else [])])
+        """Names the call: a function of the C API, which takes the buffer and the addresses of two or three structs."""
+        self._call = [address_of(function), *places, *([-1] if len(places) == 2 else [])]
 
     def read(self, offset: int) -> None:
         """Has 8 bytes of the structs among the results, before the outputs."""
         self._reads.append(offset)
 
     def read_structs(self) -> None:
-        """Has all structs, as the calls leave them, among the results: bytes that Site.again takes."""
+        """Has all structs, as the call leaves them, among the results: bytes that Site.again takes."""
         self._reads.append(_STRUCTS)
 
     def result(self, value: Any) -> None:
@@ -271,9 +255,9 @@ class Program:
     def finish(self) -> tuple[bytes, bytes, Any]:
         """The plan."""
         numbers = [len(self._same) // 6, *self._same]
-        for group in (self._outputs, self._writes, self._calls):
+        for group in (self._outputs, self._writes):
             numbers += [len(group), *(value for entry in group for value in entry)]
-        numbers += [len(self._reads), *self._reads]
+        numbers += [*self._call, len(self._reads), *self._reads]
         return bytes(self._blob), struct.pack(f"={len(numbers)}q", *numbers), self._shape
 
 
@@ -345,7 +329,7 @@ class Site:
             DeepEPError: the library refused the call.
         """
         if type(got) is list:
-            raise _noted(self._core.native.error(got[0]), got)
+            raise self._core.native.error(got[0])
         return got
 
     def run(self, launch: Launch | None, *args: Any, begun: bool = False, ends: bool = True) -> Any:
@@ -371,9 +355,9 @@ class Site:
             got = self.call(launch, None, *args, 0, launch.event, 1, 0)
             if type(got) is list:
                 try:
-                    raise _noted(core.native.error(got[0]), got)
+                    raise core.native.error(got[0])
                 finally:
-                    if not begun and got[1] == 0:
+                    if not begun:
                         core.kept.pop(launch, None)
             if ends and type(got) is tuple:
                 core.wait_on_host(launch)
@@ -405,10 +389,7 @@ class Site:
         else:
             got = self.start(*args) if ordered else self.issue(*args)
         if type(got) is list:
-            error = _noted(core.native.error(got[0]), got)
-            if len(got) > _LAUNCH:  # an earlier call of the plan is under way
-                core.leave(got[_LAUNCH])
-            raise error
+            raise core.native.error(got[0])
         return got
 
     def start_on_host(self, *args: Any) -> tuple[Any, EventHandle | None]:
@@ -457,8 +438,8 @@ class Site:
         stream, previous = order.behind()
         got = self.call(launch, order.users, *args, stream or 0, launch.event if last else 0, 1, previous or 0)
         if type(got) is list:
-            error = _noted(core.native.error(got[0]), got)
-            if step == 1 and got[1] == 0:
+            error = core.native.error(got[0])
+            if step == 1:
                 core.kept.pop(launch, None)
             else:
                 order.leave()

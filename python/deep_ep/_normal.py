@@ -336,10 +336,11 @@ class NormalMode:
         num_topk = 0 if topk_idx is None else int(topk_idx.shape[1])
         per_local_expert: list[int] = []
         token = 0
+        notify = self._notify(payload, counts, num_topk, numbers)
         try:
-            token = self._notify(payload, counts, tensors, num_topk, numbers, config, order)
             rows = worst
             if received is None:
+                token = self._exchange(notify, counts, tensors, config, order)
                 rows, per_local_expert = core.native.wait_counts(token, int(per_expert.shape[0]) // core.group_size)
                 with order.context:
                     tensors.recv_src_idx = _torch.like(per_rank, rows)
@@ -353,8 +354,14 @@ class NormalMode:
                 args.recv_topk_idx = _torch.address(received.topk_idx)
                 args.recv_topk_weights = _torch.address(received.topk_weights)
             held = (payload.x, payload.scales, topk_idx, topk_weights, *counts, *tensors.tensors(), *received.tensors())
-            function = core.native.lib.with_gil.deepep_dispatch
-            event = order.last(function, ctypes.byref(args), config=config, held=held)
+            if worst > 0:
+                notify.handle = ctypes.addressof(native_handle)
+                function = core.native.lib.with_gil.deepep_dispatch_at_once
+                event = order.last(function, ctypes.byref(notify), ctypes.byref(args), config=config, held=held)
+                tensors.exchange = native_handle.exchange
+            else:
+                function = core.native.lib.with_gil.deepep_dispatch
+                event = order.last(function, ctypes.byref(args), config=config, held=held)
         except BaseException as error:
             if token:
                 order.cancel(token, error)  # peers wait for this rank's part of the dispatch
@@ -368,16 +375,12 @@ class NormalMode:
         self,
         payload: Payload,
         counts: tuple[Tensor, Tensor, Tensor],
-        tensors: HandleTensors,
         num_topk: int,
         numbers: tuple[int, int],
-        config: Any,
-        order: Ordering,
-    ) -> int:
-        """Starts the exchange of counts; returns the library's token of it. For all exceptions: order.leave()."""
+    ) -> Any:
+        """deepep_notify, without a handle."""
         per_rank, in_rank, per_expert = counts
-        native_handle = tensors.native(0)
-        notify = _abi.sized(
+        return _abi.sized(
             _abi.Notify,
             num_tokens=payload.x.shape[0],
             num_topk=num_topk,
@@ -390,8 +393,19 @@ class NormalMode:
             num_tokens_per_rank=per_rank.data_ptr(),
             num_tokens_per_expert=per_expert.data_ptr(),
             is_token_in_rank=in_rank.data_ptr(),
-            handle=ctypes.addressof(native_handle),
         )
+
+    def _exchange(
+        self,
+        notify: Any,
+        counts: tuple[Tensor, Tensor, Tensor],
+        tensors: HandleTensors,
+        config: Any,
+        order: Ordering,
+    ) -> int:
+        """Starts the exchange of counts; returns the library's token of it. For all exceptions: order.leave()."""
+        native_handle = tensors.native(0)
+        notify.handle = ctypes.addressof(native_handle)
         token = ctypes.c_uint64()
         function = self._core.native.lib.with_gil.deepep_notify_counts
         held = (*counts, *tensors.tensors())

@@ -100,17 +100,16 @@ def cancel(
     error: BaseException,
     order: Ordering | None = None,
     launch: Launch | None = None,
-    asynchronous: bool = False,
 ) -> None:
     """Tells the peers of a dispatch that ended after its exchange of counts (`token`; 0: not begun).
 
     Args:
-        order: of the call; without one `launch` and `asynchronous` say how it was made.
+        order: of an asynchronous call; `launch`: of a synchronous one.
     """
     if not token:
         return
     if order is None:
-        order = Ordering(core, None, asynchronous, False)
+        order = Ordering(core, None, False, False)
         if launch is not None:
             order.launch = launch
     order.cancel(token, error)
@@ -201,11 +200,7 @@ class NormalFace:
             return None
         core.open_rows()
         given, segment, offset = core.rows_behind(ordered, self._rows_for, x, worst)
-        try:
-            got = self._worst.run_ordered(ordered, *inputs, given, alignment, worst, segment, offset, config)
-        except errors.DeepEPError as error:
-            cancel(core, _face.begun(error), error, asynchronous=ordered is not False)
-            raise
+        got = self._worst.run_ordered(ordered, *inputs, given, alignment, worst, segment, offset, config)
         if type(got) is not tuple:
             return Missing.of(got, given)
         result, exchange = got
@@ -317,7 +312,7 @@ class NormalFace:
         alignment: int,
         worst: int,
     ) -> None:
-        """Both steps of a worst case; results: token, the matrices, recv_x if none was given, recv_src_idx, …"""
+        """Both steps of a worst case; results: exchange, the matrices, recv_x if none was given, recv_src_idx, …"""
         p = self._fresh(inputs)
         segment, offset, config = (number(i) for i in range(3))
         rows = constant(worst)
@@ -328,15 +323,10 @@ class NormalFace:
         notify = self._notify_args(p, inputs, alignment, worst, handle)
         args = self._dispatch_args(p, inputs, rows, handle, x_out, segment, offset)
         p.write(args, _abi.DispatchArgs, "num_worst_tokens", rows)
-        begins = _face.call_struct(p, config, 3, ends=self._core.host_stream)
-        call = _face.call_struct(p, config, 3)
-        token = args + _abi.DispatchArgs.token.offset  # the one call writes it where the other reads it
-        p.call(self._lib.deepep_notify_counts, notify, begins, token)
-        p.call(self._lib.deepep_dispatch, args, call)
-        p.read(token)
+        p.call(self._lib.deepep_dispatch_at_once, notify, args, _face.call_struct(p, config, 3))
         p.read(handle + _abi.Handle.exchange.offset)
         self._views(p, matrix)
-        _, exchange, made, heads, given, sources, scales, idx, weights, sent_to, received_from = map(Entry, range(11))
+        exchange, made, heads, given, sources, scales, idx, weights, sent_to, received_from = map(Entry, range(10))
         received: Any = given if recv_x is None else Given(7)
         p.result((
             (

@@ -266,7 +266,7 @@ static int64_t next(Reader *r) { return r->at < r->end ? *r->at++ : 0; }
 
 /* Where a number comes from; deep_ep/_face.py has the same names. */
 enum { kConstant = 0, kSize = 1, kNumber = 2, kStride = 3, kAddress = 4, kOutput = 5, kBlob = 6 };
-enum { kStructs = -1 }; /* among the offsets to read: the structs as the calls have left them */
+enum { kStructs = -1 }; /* among the offsets to read: the structs as the call has left them */
 
 typedef struct Work {
   const Given *given;
@@ -439,10 +439,8 @@ static PyObject *nothing(void) {
   Py_RETURN_NONE;
 }
 
-/* Follows a plan. The tensors are kept under `launch` (unless that is None); `later`: only while a call of several has
- * not been made, or was refused after another. */
-static PyObject *follow(const Site *site, PyObject *launch, int later, PyObject *streams, const Given *given,
-                        PyObject *plan) {
+/* Follows a plan. The tensors are kept under `launch`, unless that is None. */
+static PyObject *follow(const Site *site, PyObject *launch, PyObject *streams, const Given *given, PyObject *plan) {
   _Alignas(16) unsigned char blob[kMaxBlob];
   PyObject *outputs[kMaxOutputs], *result;
   Output described[kMaxOutputs];
@@ -451,8 +449,10 @@ static PyObject *follow(const Site *site, PyObject *launch, int later, PyObject 
   Reader r;
   char *start, *program;
   Py_ssize_t blob_bytes, program_bytes;
-  int64_t count, num_outputs, num_calls, num_reads, i;
-  int made = 0, keeps;
+  int64_t count, num_outputs, num_reads, i, a, b, c;
+  int made = 0;
+  int32_t status;
+  EnterFn enter;
   if (PyBytes_AsStringAndSize(PyTuple_GetItem(plan, 0), &start, &blob_bytes) || blob_bytes > kMaxBlob ||
       PyBytes_AsStringAndSize(PyTuple_GetItem(plan, 1), &program, &program_bytes))
     return nothing();
@@ -492,31 +492,22 @@ static PyObject *follow(const Site *site, PyObject *launch, int later, PyObject 
       memcpy(blob + offset, &value, sizeof value);
     }
   }
-  num_calls = next(&r);
-  num_reads = r.at[num_calls * 4];
-  keeps = launch != Py_None && (!later || num_calls > 1);
+  enter = (EnterFn)(intptr_t)next(&r);
+  a = next(&r), b = next(&r), c = next(&r);
+  num_reads = next(&r);
   result = PyTuple_New((Py_ssize_t)(num_reads + num_outputs));
   if (result == NULL || (streams != Py_None && !record_all(streams, described, outputs, made)) ||
-      (keeps && !keep(site, launch, given, outputs, made))) {
+      (launch != Py_None && !keep(site, launch, given, outputs, made))) {
     Py_XDECREF(result);
     drop(outputs, made);
     return NULL;
   }
-  for (i = 0; i < num_calls; i++) {
-    EnterFn enter = (EnterFn)(intptr_t)next(&r);
-    int64_t a = next(&r), b = next(&r), c = next(&r);
-    int32_t status = enter(site->buffer, blob + a, blob + b, c < 0 ? NULL : blob + c);
-    if (status != 0) {
-      Py_DECREF(result);
-      drop(outputs, made);
-      uint64_t first = 0;
-      int64_t offset = num_reads > 0 ? r.at[(num_calls - i - 1) * 4 + 1] : kStructs;
-      if (offset != kStructs) memcpy(&first, blob + offset, sizeof first);
-      if (keeps && later && i == 0 && PyDict_DelItem(site->kept, launch) != 0) return NULL;
-      return Py_BuildValue("[iiK]", (int)status, (int)i, (unsigned long long)first);
-    }
+  status = enter(site->buffer, blob + a, blob + b, c < 0 ? NULL : blob + c);
+  if (status != 0) {
+    Py_DECREF(result);
+    drop(outputs, made);
+    return Py_BuildValue("[i]", (int)status);
   }
-  next(&r);
   for (i = 0; i < num_reads; i++) {
     uint64_t value;
     int64_t offset = next(&r);
@@ -528,7 +519,6 @@ static PyObject *follow(const Site *site, PyObject *launch, int later, PyObject 
     PyTuple_SetItem(result, (Py_ssize_t)i, PyLong_FromUnsignedLongLong(value));
   }
   for (i = 0; i < num_outputs; i++) PyTuple_SetItem(result, (Py_ssize_t)(num_reads + i), outputs[i]);
-  if (keeps && later && PyDict_DelItem(site->kept, launch) != 0) Py_CLEAR(result);
   return result;
 }
 
@@ -724,7 +714,7 @@ static PyObject *answer(const Site *site, PyObject *launch, PyObject *streams, G
     } else {
       Py_INCREF(plan); /* what a finalizer runs could clear the plans */
       if (site->ordinary && is_set(in_inference)) inference = enter_guard(inference_guard, Py_False);
-      if (!PyErr_Occurred()) result = follow(site, launch, stream != NULL, streams, given, plan);
+      if (!PyErr_Occurred()) result = follow(site, stream == NULL ? launch : Py_None, streams, given, plan);
       leave_guard(inference);
       how = PyTuple_GetItem(plan, 2);
       if (result != NULL && PyTuple_Check(result) && how != Py_None) {
@@ -746,7 +736,7 @@ static PyObject *answer(const Site *site, PyObject *launch, PyObject *streams, G
 }
 
 /* call(launch, streams, tensors..., scalars..., numbers...): a tuple of what was read and made, or in the plan's shape;
- * a list [status, call, first number read] if the library refused; the key as bytes if there is no plan of it; None if
+ * a list [status] if the library refused; the key as bytes if there is no plan of it; None if
  * the call is not for this module. `launch`: under which the tensors are kept, or None; `streams`: a tuple of those
  * that use the outputs beside their own, or None. */
 static PyObject *site_call(PyObject *self, PyObject *const *args, Py_ssize_t num_args) {
@@ -827,17 +817,13 @@ static PyObject *take_launch(const Site *site, int64_t *event) {
   return launch;
 }
 
-/* Makes a call with a launch, which is idle again if nothing was launched; where a part was, the launch, under which
- * the tensors are kept, is the list's last entry. `streams`: those that use its outputs. */
+/* Makes a call with a launch, which is idle again if nothing was launched. `streams`: those that use its outputs. */
 static PyObject *answer_later(const Site *site, PyObject *streams, Given *given, int64_t *of_call, PyObject *stream) {
   PyObject *launch = take_launch(site, &of_call[kEvent]), *result;
   if (launch == NULL) return NULL;
   of_call[kIsAsync] = 1;
   result = answer(site, launch, streams, given, stream);
-  if (result != NULL && !PyTuple_Check(result)) {
-    int begun = PyList_Check(result) && PyLong_AsLong(PyList_GetItem(result, 1)) > 0;
-    if (PyList_Append(begun ? result : site->idle, launch) != 0) Py_CLEAR(result);
-  }
+  if (result != NULL && !PyTuple_Check(result) && PyList_Append(site->idle, launch) != 0) Py_CLEAR(result);
   Py_DECREF(launch);
   return result;
 }

@@ -30,6 +30,18 @@ __host__ __device__ inline T *pointer(uint64_t address) {
   return reinterpret_cast<T *>(address);
 }
 
+// Division by a number that the host knows: exact while n * by < 2^32.
+struct Divisor {
+  uint32_t by, magic;
+  __host__ __device__ Divisor() : by(1), magic(0) {}
+  __host__ explicit Divisor(uint32_t n) : by(n), magic(n == 1 ? 0 : static_cast<uint32_t>((1ull << 32) / n + 1)) {}
+#ifdef __CUDACC__
+  __device__ __forceinline__ int quotient(int n) const {
+    return by == 1 ? n : static_cast<int>(__umulhi(static_cast<uint32_t>(n), magic));
+  }
+#endif
+};
+
 __device__ __forceinline__ int lane_id() { return static_cast<int>(threadIdx.x) & (kWarp - 1); }
 __device__ __forceinline__ int warp_id() { return static_cast<int>(threadIdx.x) / kWarp; }
 

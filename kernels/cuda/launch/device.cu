@@ -66,7 +66,7 @@ int32_t cuda_info(dk_info_params *p) {
   DK_ENTER(p);
   p->abi_version = DK_ABI_VERSION;
   p->caps = DK_CAP_GRAPH | DK_CAP_PEER_ROWS | DK_CAP_LL_COPY | DK_CAP_NORMAL_COPY | DK_CAP_ROUTED_SHRINK |
-            (DEEPEP_SM90 ? DK_CAP_SM90 | DK_CAP_FP8_HARDWARE : 0);
+            DK_CAP_AT_ONCE | (DEEPEP_SM90 ? DK_CAP_SM90 | DK_CAP_FP8_HARDWARE : 0);
   p->num_devices = 0;
   p->reserved0 = 0;
   snprintf(p->kind, sizeof p->kind, "cuda");

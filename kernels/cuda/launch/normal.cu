@@ -1,5 +1,7 @@
 // normal.cu - launches of the normal mode: checks, grid, shared memory.
+#include "cuda/impl/normal/combine_at_once.cuh"
 #include "cuda/impl/normal/combine_kernel.cuh"
+#include "cuda/impl/normal/dispatch_at_once.cuh"
 #include "cuda/impl/normal/dispatch_kernel.cuh"
 #include "cuda/impl/normal/layout_kernel.cuh"
 #include "cuda/impl/normal/notify_kernel.cuh"
@@ -70,6 +72,8 @@ cudaError_t load_normal_kernels(const Device &device) {
   cudaError_t error = load(layout_kernel, min<size_t>(device.max_shared, 96 * 1024));
   if (error == cudaSuccess) error = load(deep_ep::intranode::notify_dispatch, 0);
   if (error == cudaSuccess) error = load(deep_ep::intranode::dispatch<false>, limit80);
+  if (error == cudaSuccess) error = load(deep_ep::intranode::dispatch_at_once, limit80);
+  if (error == cudaSuccess) error = load(deep_ep::intranode::combine_at_once, limit80);
   if (error == cudaSuccess) error = load(deep_ep::intranode::combine<false, false>, limit80);
   if (error == cudaSuccess) error = load(deep_ep::intranode::combine<false, true>, limit80);
 #if DEEPEP_SM90
@@ -118,8 +122,7 @@ int32_t check_routing(const Team *team, int32_t routing, int32_t num_topk, int32
   return fits && num_experts % team->view.num_ranks == 0 ? DK_OK : DK_EINVAL;
 }
 
-int32_t notify_with_routing(dk_notify_params *p) {
-  auto *team = handle_of<Team>(p->team);
+int32_t check_routed_notify(const Team *team, const dk_notify_params *p) {
   const int32_t code = check_routing(team, p->routing, p->num_topk, p->num_experts, p->index_bytes);
   if (code != DK_OK) return code;
   if (p->num_tokens < 0 || p->hidden_bytes == 0 || p->expert_alignment < 1 || p->num_worst_expanded < 0 ||
@@ -128,7 +131,19 @@ int32_t notify_with_routing(dk_notify_params *p) {
   if (p->psum_per_rank == 0 || p->psum_per_expert == 0 || p->num_per_expert == 0) return DK_EINVAL;
   const int sums = p->num_scaleup_ranks == 0 ? team->view.num_ranks : p->num_scaleup_ranks;
   if (sums != team->view.num_ranks && (!is_remote(team) || sums != team->view.num_nvl_peers)) return DK_EINVAL;
-  if (p->num_tokens > 0 && (p->topk_idx == 0 || p->dst_slot == 0)) return DK_EINVAL;
+  return p->num_tokens > 0 && (p->topk_idx == 0 || p->dst_slot == 0) ? DK_EINVAL : DK_OK;
+}
+int32_t check_notify(const Team *team, const dk_notify_params *p) {
+  if (p->routing != DK_ROUTING_NONE) return check_routed_notify(team, p);
+  const int num_ranks = team->view.num_ranks;
+  if (p->num_tokens < 0 || p->num_experts < 0 || p->num_experts % num_ranks != 0 || p->hidden_bytes == 0)
+    return DK_EINVAL;
+  if (p->expert_alignment < 1 || (p->num_experts > 0 && p->tokens_per_expert == 0)) return DK_EINVAL;
+  return static_cast<uint32_t>(p->num_experts / num_ranks) > max_local_experts(num_ranks) ? DK_EUNSUPPORTED : DK_OK;
+}
+
+int32_t notify_with_routing(dk_notify_params *p) {
+  auto *team = handle_of<Team>(p->team);
   if (is_remote(team)) return internode_routed_notify(p, {*p, session_of(p, DK_OP_NOTIFY, DK_PHASE_BOTH)});
   const uint32_t num_ranks = team->view.num_ranks, experts = p->num_experts;
   RoutedNotifyParams params{{*p, session_of(p, DK_OP_NOTIFY, DK_PHASE_BOTH)}};
@@ -150,13 +165,11 @@ int32_t notify_with_routing(dk_notify_params *p) {
 
 DK_EXPORT int32_t dk_notify(dk_notify_params *p) {
   DK_ENTER(p);
-  if (p->routing != DK_ROUTING_NONE) return notify_with_routing(p);
   auto *team = handle_of<Team>(p->team);
+  const int32_t code = check_notify(team, p);
+  if (code != DK_OK) return code;
+  if (p->routing != DK_ROUTING_NONE) return notify_with_routing(p);
   const int num_ranks = team->view.num_ranks;
-  if (p->num_tokens < 0 || p->num_experts < 0 || p->num_experts % num_ranks != 0 || p->hidden_bytes == 0)
-    return DK_EINVAL;
-  if (p->expert_alignment < 1 || (p->num_experts > 0 && p->tokens_per_expert == 0)) return DK_EINVAL;
-  if (static_cast<uint32_t>(p->num_experts / num_ranks) > max_local_experts(num_ranks)) return DK_EUNSUPPORTED;
   NotifyParams params{*p, session_of(p, DK_OP_NOTIFY, DK_PHASE_BOTH)};
   if (is_remote(team)) return internode_notify(p, params);
   const OnDevice on(team->device);
@@ -244,6 +257,31 @@ int32_t piece_chunks(const CombineParams &p, int warps) {
   return min(kSumPieceChunks, max(kLeast, align_up<int>(ceil_div(chunks, parts), kWarp)));
 }
 
+// Whether a combine goes without tickets and flags of rows. Every rank decides alike: by what ranks compare.
+bool combines_at_once(const Team *team, const CombineParams &p) {
+  const uint64_t num_ranks = team->view.num_ranks, tokens = max(p.num_max_tokens, 0), rows = tokens * num_ranks;
+  if (shrinks(team->view) || (p.flags & DK_COMBINE_UNREDUCED) != 0 || num_ranks > kAtOnceRanks || tokens == 0)
+    return false;
+  return rows <= kAtOnceRows && rows * p.num_topk <= kAtOnceTerms && tokens <= p.ring.slots &&
+         p.session.team.nvl_bytes / 16 <= UINT32_MAX;
+}
+int32_t launch_combine_at_once(dk_combine_params *p, const CombineParams &c, int blocks) {
+  auto *team = handle_of<Team>(p->team);
+  blocks = min(blocks, kAtOnceBlocks);
+  const int with_rows = blocks > kFewBlocks ? blocks - 1 : blocks;
+  CombineAtOnceParams params{c};
+  params.by_chunks = Divisor(c.row_bytes / 16);
+  params.by_topk = Divisor(c.num_topk);
+  params.by_local = Divisor(c.num_experts / team->view.num_ranks);
+  params.rows_each = ceil_div(max(c.num_recv_tokens, 0), with_rows);
+  params.tokens_each = ceil_div(c.num_tokens, with_rows);
+  const size_t shared = CombineAtOnceShared(c, params.rows_each, params.tokens_each).bytes;
+  if (shared > shared_limit<false>(*team->device)) return DK_EINVAL;  // more rows than the handle's number of tokens
+  const OnDevice on(team->device);
+  deep_ep::intranode::combine_at_once<<<blocks, kAtOnceThreads, shared, stream_of(p->stream)>>>(params);
+  return launched(p);
+}
+
 // Combine where the handle keeps the routing.
 template <bool kBulk>
 int32_t launch_routed_combine(dk_combine_params *p, CombineParams &params, int blocks) {
@@ -315,6 +353,44 @@ DispatchParams dispatch_params(const dk_dispatch_params *p) {
 
 bool is_aligned(uint64_t address) { return address % 16 == 0; }
 
+// Whether one kernel makes both calls. Every rank decides alike: by what ranks compare. Not without a routing: rows may
+// come before the call, and the nvl region is the caller's between calls of V1.
+bool goes_at_once(const Team *team, const dk_notify_params &n, const DispatchParams &d, const RingShape &ring) {
+  const uint32_t num_ranks = team->view.num_ranks, counts = at_once_counts(d), from_each = d.num_max_tokens,
+                 rows = from_each * num_ranks;
+  if (shrinks(team->view) || team->normal_copies != nullptr || num_ranks > kAtOnceRanks) return false;
+  if (d.routing == DK_ROUTING_NONE || n.num_worst_tokens < 1) return false;
+  return counts * num_ranks <= kAtOnceCounts && 2 * counts <= counts_words(num_ranks) &&
+         from_each * d.num_topk <= kAtOnceChoices && rows <= kAtOnceRows && rows * d.num_topk <= kAtOnceTerms &&
+         from_each <= ring.slots;
+}
+
+// Both calls; DK_EUNSUPPORTED: each has to be made by itself.
+int32_t launch_at_once(dk_dispatch_params *p, const DispatchParams &d, int blocks) {
+  auto *team = handle_of<Team>(p->team);
+  const auto &n = *pointer<const dk_notify_params>(p->notify);
+  const uint32_t num_ranks = team->view.num_ranks;
+  const RingShape ring = ring_shape(team->view.nvl_bytes, num_ranks, d.row_bytes, align_up(4 * at_once_words(d), 16u));
+  if (!goes_at_once(team, n, d, ring)) return DK_EUNSUPPORTED;
+  AtOnceParams params{RoutedNotifyParams{{n, d.session}}, d};
+  params.ring = ring;
+  params.by_chunks = Divisor(d.row_bytes / 16);
+  params.by_words = Divisor(at_once_words(d));
+  params.by_topk = Divisor(d.num_topk);
+  params.by_ranks = Divisor(num_ranks);
+  params.by_local = Divisor(d.meta.num_local);
+  blocks = min(blocks, kAtOnceBlocks);
+  do {  // a block alone may not have the room for all
+    const int with_rows = blocks > kFewBlocks ? blocks - 1 : blocks;
+    params.tokens_each = ceil_div(d.num_tokens, with_rows);
+    params.rows_each = ceil_div<uint32_t>(d.num_max_tokens * num_ranks, with_rows);
+  } while (AtOnceShared(params).bytes > shared_limit<false>(*team->device) && blocks++ < kAtOnceBlocks);
+  const OnDevice on(team->device);
+  deep_ep::intranode::dispatch_at_once<<<blocks, kAtOnceThreads, AtOnceShared(params).bytes, stream_of(p->stream)>>>(
+      params);
+  return launched(p);
+}
+
 }  // namespace
 
 DK_EXPORT int32_t dk_dispatch(dk_dispatch_params *p) {
@@ -330,9 +406,15 @@ DK_EXPORT int32_t dk_dispatch(dk_dispatch_params *p) {
   if (p->num_topk > 0 && p->index_bytes != 4 && p->index_bytes != 8) return DK_EINVAL;
   DispatchParams d = dispatch_params(p);
   const int blocks = blocks_for(team, p->num_sms);
-  if (is_remote(team)) return internode_dispatch(p, d, blocks);
-  choose_pulls(team, &d);
+  if (is_remote(team)) return p->notify != 0 ? DK_EUNSUPPORTED : internode_dispatch(p, d, blocks);
   d.meta = meta_shape(d);
+  if (p->notify != 0) {
+    const auto *notify = pointer<const dk_notify_params>(p->notify);
+    const int32_t counted = notify->size < sizeof *notify ? int32_t{DK_EVERSION} : check_notify(team, notify);
+    if (counted != DK_OK) return counted;
+    return launch_at_once(p, d, blocks);
+  }
+  choose_pulls(team, &d);
   if (dispatch_ring(d, false).slots == 0) return DK_EUNSUPPORTED;  // nvl region under min_nvl_bytes
 #if DEEPEP_SM90
   const int32_t result =
@@ -361,6 +443,7 @@ DK_EXPORT int32_t dk_combine(dk_combine_params *p) {
   const int blocks = blocks_for(team, p->num_sms);
   if (is_remote(team)) return internode_combine(p, c, blocks);
   if (c.ring.slots == 0) return DK_EUNSUPPORTED;  // nvl region under min_nvl_bytes
+  if (c.routing != DK_ROUTING_NONE && combines_at_once(team, c)) return launch_combine_at_once(p, c, blocks);
 #if DEEPEP_SM90
   if (team->device->bulk)
     return c.routing == DK_ROUTING_NONE ? launch_combine<true>(p, c, blocks)

@@ -29,6 +29,7 @@ enum : uint32_t {
   kHandshakeRefused = 8,       // the sender's handle is wrong: `segment` and `row_limit` say what is expected and seen
   kHandshakeRoutingShift = 4,  // normal mode: DK_ROUTING_*, 2 bits, then combine's DK_COMBINE_*, 2 bits
   kHandshakeFormatShift = 8,   // low latency: the format, 4 bits, and flags; normal mode: the type of x
+  kHandshakeAtOnce = 1 << 16,  // notify: rows come with it, so no dispatch follows
   kHandshakeFieldShift = 24    // of a refusal: DK_FIELD_*
 };
 
@@ -55,8 +56,8 @@ __host__ __device__ inline uint32_t counts_words(uint32_t num_ranks) {
 }
 
 struct ControlLayout {
-  uint64_t handshake, low_latency_handshake, done, consumed, given_up, ballots, standings, notices, stamps, counts,
-      bytes;
+  uint64_t handshake, low_latency_handshake, done, consumed, given_up, ballots, standings, notices, stamps, finished,
+      counts, bytes;
 };
 __host__ __device__ inline ControlLayout control_layout(uint64_t num_ranks) {
   ControlLayout at{};
@@ -69,7 +70,8 @@ __host__ __device__ inline ControlLayout control_layout(uint64_t num_ranks) {
   at.standings = at.ballots + align_up<uint64_t>(num_ranks * sizeof(Ballot), 128);
   at.notices = at.standings + align_up<uint64_t>(num_ranks * sizeof(Standing), 128);
   at.stamps = at.notices + align_up<uint64_t>(num_ranks * 8, 128);
-  at.counts = at.stamps + align_up<uint64_t>(kHandshakeCopies * num_ranks * 8, 128);
+  at.finished = at.stamps + align_up<uint64_t>(kHandshakeCopies * num_ranks * 8, 128);
+  at.counts = at.finished + 128;
   at.bytes = align_up<uint64_t>(at.counts + 2 * num_ranks * counts_words(static_cast<uint32_t>(num_ranks)) * 4, 4096);
   return at;
 }

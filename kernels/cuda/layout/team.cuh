@@ -172,6 +172,11 @@ struct TeamView {
   __device__ uint64_t *stamp(int owner, int copy, int source) const {
     return reinterpret_cast<uint64_t *>(peers[owner] + control + at.stamps) + copy * num_ranks + source;
   }
+  // The owner's newest operation of normal mode that has ended: it reads nothing any more that was sent for it. Its own
+  // kernels write it, others read it; nothing is stored at a peer that may be gone by then.
+  __device__ uint64_t *finished(uint8_t *owners_block) const {
+    return reinterpret_cast<uint64_t *>(owners_block + control + at.finished);
+  }
   __device__ uint32_t *counts(int owner, int copy, int source) const {
     return reinterpret_cast<uint32_t *>(peers[owner] + control + at.counts) +
            (static_cast<uint64_t>(copy) * num_ranks + source) * counts_words(num_ranks);

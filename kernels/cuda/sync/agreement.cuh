@@ -29,9 +29,14 @@ __device__ __forceinline__ int copy_of(const TeamView &team, uint64_t epoch, int
   return static_cast<int>(epoch % kHandshakeCopies);
 }
 // By one thread of the last block: the number of this call is that of the newest one.
+__device__ __forceinline__ void end_epoch_of(const TeamView &team, uint64_t epoch) {
+  team.scratch->epoch = epoch;
+  tell_finished(team, epoch);
+}
 __device__ inline void end_epoch(const TeamView &team) {
   Scratch *scratch = team.scratch;
-  scratch->epoch = max(scratch->epoch + 1, shrinks(team) ? scratch->agreed_epoch : 0);
+  const uint64_t epoch = max(scratch->epoch + 1, shrinks(team) ? scratch->agreed_epoch : 0);
+  end_epoch_of(team, epoch);
   if (shrinks(team)) ++scratch->messages;
 }
 // Where this rank's message and counts of the running call go at every rank.

@@ -41,6 +41,32 @@ __device__ inline void finish(const Session &s, Last last) {
   last(failed || voided);
 }
 
+// By one thread of the last block. What the operation read it has read: reads need no release.
+__device__ inline void tell_finished(const TeamView &team, uint64_t epoch) {
+  ptx::st_relaxed_sys(team.finished(team.self), epoch);
+}
+// By a kernel that stores rows for peers before it has their messages: what its threads loaded of TeamView::finished
+// before anything else, each for one rank.
+__device__ __forceinline__ uint64_t load_finished(const TeamView &team) {
+  const int r = static_cast<int>(threadIdx.x);
+  return r < team.num_ranks ? ptx::ld_relaxed_sys(team.finished(team.peers[r])) : 0;
+}
+// Whole block: waits until no rank reads any more what was sent for the operation before this one. False: the team has
+// failed.
+__device__ inline bool await_finished(const Session &s, uint64_t epoch, uint64_t seen) {
+  bool good = true;
+  for (int r = threadIdx.x; good && r < s.team.num_ranks; r += blockDim.x) {
+    if (r == static_cast<int>(threadIdx.x) && seen + 1 >= epoch) continue;
+    uint64_t waited = 0;
+    good = wait_or_fail(s, r, static_cast<int64_t>(epoch - 1), waited, [&](int64_t &now) {
+      now = static_cast<int64_t>(ptx::ld_acquire_sys(s.team.finished(s.team.peers[r])));
+      return now >= static_cast<int64_t>(epoch - 1);
+    });
+    if (blockIdx.x == 0 && waited != 0) s.team.scratch->wait_ns[r] = waited;
+  }
+  return __syncthreads_or(!good) == 0;
+}
+
 // The message with which this rank begins an operation. Ranks wait for each other's, and compare them.
 struct Handshake {
   uint64_t epoch;
@@ -179,6 +205,17 @@ __device__ __forceinline__ bool wait_or_mask(const Session &s, int peer, uint64_
   return false;
 }
 
+// Of a notify: whether the rank makes it with its dispatch. Teams that shrink do not.
+__device__ inline int64_t operation_of(uint32_t flags) {
+  return (flags & kHandshakeAtOnce) != 0 ? DK_OP_DISPATCH : DK_OP_NOTIFY;
+}
+__device__ __noinline__ inline void report_difference(const Session &s, int r, Difference difference, uint32_t mine,
+                                                      uint32_t theirs) {
+  if (difference.field == DK_FIELD_FORMAT && ((mine ^ theirs) & kHandshakeAtOnce) != 0)
+    difference = {DK_FIELD_OPERATION, operation_of(mine), operation_of(theirs)};
+  report_failure(s, DK_EMISMATCH, r, difference.field, difference.mine, difference.theirs, 0);
+}
+
 // By one thread: waits for the message of rank r, which is complete once `word` has the epoch, and compares it.
 __device__ inline bool await_message(const Session &s, const Handshake &hand, int r, const uint64_t *word,
                                      const HandshakeMessage *from) {
@@ -189,7 +226,7 @@ __device__ inline bool await_message(const Session &s, const Handshake &hand, in
     now = static_cast<int64_t>(ptx::ld_acquire_sys(word));
     return now >= static_cast<int64_t>(hand.epoch);
   });
-  if (blockIdx.x == 0) s.team.scratch->wait_ns[r] = waited;
+  if (blockIdx.x == 0 && waited != 0) s.team.scratch->wait_ns[r] += waited;
   if (code != 0) {
     if (mask_instead(s, code, r)) return true;
     report_failure(s, code, culprit(s, code, r), DK_FIELD_NONE, static_cast<int64_t>(hand.epoch), seen, waited);
@@ -197,7 +234,7 @@ __device__ inline bool await_message(const Session &s, const Handshake &hand, in
   }
   const Difference difference = compare_messages(hand.mine, from);
   if (difference.field == DK_FIELD_NONE) return true;
-  report_failure(s, DK_EMISMATCH, r, difference.field, difference.mine, difference.theirs, 0);
+  report_difference(s, r, difference, hand.mine.flags, from->flags);
   return false;
 }
 

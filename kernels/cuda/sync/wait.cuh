@@ -157,8 +157,13 @@ __device__ __forceinline__ uint32_t warp_wait_until(const Session &s, int &peer,
     uint32_t reason = lane_id() == first ? reason_to_leave(s, mine, start, polls, kPatience) : 0;
     reason = __shfl_sync(kAllLanes, reason, first);
     if (reason == 0) return reason;
+    // What is missing may have come, and the peer left, since the last poll: a kernel may be stopped for long between
+    // two looks. So it takes a second look with the same answer, after more polls.
+    const int suspect = peer;
     peer = __shfl_sync(kAllLanes, mine, first);
+    if (peer != suspect) return 0u;
     if (!goes_on(reason, peer)) return reason;
+    peer = -1;
     start = ptx::global_timer_ns();
     return 0u;
   });

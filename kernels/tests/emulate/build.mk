@@ -19,8 +19,8 @@ $(EMULATE_OBJ) $(EMULATE_GPU_OBJ): $(OBJ)/%.o: %.cpp $(OBJ)/emulate.flags | need
 	@mkdir -p $(@D)
 	$(EMULATE_CXX) -isystem $(CUDA_HOME)/include -MMD -MP -c -o $@ $<
 
-# Launches are not C++ and become calls. All lanes share the parameters, as on a GPU. Waiting kernels rarely read the host's status
-# block; here, where each poll takes longer, they read it more often.
+# Launches are not C++ and become calls. All lanes share the parameters, as on a GPU. Waiting kernels look for reasons to leave, and read
+# the host's status block, once in many polls; here, where each poll takes longer and looks are to meet other ranks' steps, once in 8.
 EMULATED_CUH := $(patsubst kernels/%,$(EMULATE_OUT)/include/%,$(filter-out %/ptx.cuh,$(shell find kernels/cuda -name '*.cuh')))
 $(EMULATED_SRC): $(EMULATE_OUT)/%.cpp: kernels/cuda/launch/%.cu kernels/tests/emulate/build.mk
 	@mkdir -p $(@D)
@@ -28,8 +28,8 @@ $(EMULATED_SRC): $(EMULATE_OUT)/%.cpp: kernels/cuda/launch/%.cu kernels/tests/em
 	@! grep -n '<<<' $@
 $(EMULATED_CUH): $(EMULATE_OUT)/include/%: kernels/% kernels/tests/emulate/build.mk
 	@mkdir -p $(@D)
-	@{ echo '#line 1 "$<"'; sed -E 's/const __grid_constant__ ([A-Za-z]+) /const \1 \&/; s/(kPollsPerHostLook = )2048;/\164;/' $<; } >$@
-	@case $@ in */wait.cuh) grep -q 'kPollsPerHostLook = 64;' $@;; esac
+	@{ echo '#line 1 "$<"'; sed -E 's/const __grid_constant__ ([A-Za-z]+) /const \1 \&/; s/(kPollsPerLook = )64;/\18;/; s/(kPollsPerHostLook = )2048;/\18;/' $<; } >$@
+	@case $@ in */wait.cuh) grep -q 'kPollsPerLook = 8;' $@ && grep -q 'kPollsPerHostLook = 8;' $@;; esac
 
 $(EMULATED_OBJ): %.o: %.cpp $(OBJ)/emulate.flags | $(EMULATED_CUH) $(CUDA_READY) $(OBJ)/cuda_build_id.h need-cxx
 	$(EMULATE_CXX) -include kernels/tests/emulate/launch.h $(EMULATE_INCLUDE) -MMD -MP -c -o $@ $<

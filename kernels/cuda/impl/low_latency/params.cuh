@@ -5,18 +5,6 @@
 
 namespace deepep {
 
-// Division by a number that the host knows: exact while n * by < 2^32.
-struct Divisor {
-  uint32_t by, magic;
-  __host__ __device__ Divisor() : by(1), magic(0) {}
-  __host__ explicit Divisor(uint32_t n) : by(n), magic(n == 1 ? 0 : static_cast<uint32_t>((1ull << 32) / n + 1)) {}
-#ifdef __CUDACC__
-  __device__ __forceinline__ int quotient(int n) const {
-    return by == 1 ? n : static_cast<int>(__umulhi(static_cast<uint32_t>(n), magic));
-  }
-#endif
-};
-
 // Where a send half whose rows cross by copy engines leaves them: [R, tokens] rows of row_bytes and as many of words,
 // in this rank's own memory. Null: rows are stored at their receivers.
 struct Outbox {

@@ -131,15 +131,18 @@ __device__ inline void announce_counts(const NotifyParams &p) {
   if (good) note_matrix(p);
   if (threadIdx.x == 0 && p.counts() != nullptr && good) ptx::st_release_sys(&p.counts()->seq, p.session.call);
 }
-// By the last block. A dispatch that follows a void exchange moves nothing.
-__device__ inline void end_notify(const NotifyParams &p, bool failed) {
+// By the last block, of an exchange that failed. A dispatch that follows it moves nothing.
+__device__ inline void void_notify(const NotifyParams &p) {
   const int64_t num_ranks = p.session.team.num_ranks;
-  for (int64_t i = threadIdx.x; failed && i < num_ranks * num_ranks; i += kNotifyThreads) p.rank_prefix_matrix()[i] = 0;
-  for (int64_t i = threadIdx.x; failed && i < p.num_tokens * num_ranks; i += kNotifyThreads) p.send_head()[i] = -1;
-  if (failed && threadIdx.x == 0 && p.counts() != nullptr) {
-    p.counts()->num_recv_tokens = -1;
-    ptx::st_release_sys(&p.counts()->seq, p.session.call);
-  }
+  for (int64_t i = threadIdx.x; i < num_ranks * num_ranks; i += kNotifyThreads) p.rank_prefix_matrix()[i] = 0;
+  for (int64_t i = threadIdx.x; i < p.num_tokens * num_ranks; i += kNotifyThreads) p.send_head()[i] = -1;
+  if (threadIdx.x != 0 || p.counts() == nullptr) return;
+  p.counts()->num_recv_tokens = -1;
+  ptx::st_release_sys(&p.counts()->seq, p.session.call);
+}
+// By the last block.
+__device__ inline void end_notify(const NotifyParams &p, bool failed) {
+  if (failed) void_notify(p);
   if (threadIdx.x == 0) end_epoch(p.session.team);
   record_kernel(p.session, nullptr, true, failed);
 }

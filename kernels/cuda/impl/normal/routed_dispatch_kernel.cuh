@@ -184,7 +184,7 @@ __device__ inline void dispatch_with_routing(const DispatchParams &p, uint8_t *s
       if constexpr (kShrinks)
         end_epoch(s.team);
       else
-        scratch->epoch += 1;
+        end_epoch_of(s.team, scratch->epoch + 1);
       clear_wrong_counts(p);
     }
     record_kernel(s, nullptr, true, failed);

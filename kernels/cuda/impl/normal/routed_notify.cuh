@@ -232,7 +232,7 @@ __device__ inline bool sum_ranks(const RoutedNotifyParams &p, const Messages &me
         [&](int i, int rows) {
           if (!reports) return;
           p.rank_prefix_matrix()[i * num_ranks + j] = rows;
-          if (j == s.team.rank && i < p.num_psums()) p.psum_per_rank()[i] = rows;
+          if (j == s.team.rank && i < p.num_psums() && p.psum_per_rank() != nullptr) p.psum_per_rank()[i] = rows;
         });
     const bool writes = reports && lane_id() == 0;
     if (!without && alignment != p.expert_alignment) {
@@ -338,18 +338,23 @@ __device__ inline void place_choices(const RoutedNotifyParams &p, const RoutingC
   });
 }
 
-// By the last block, which has all counts, unless the call failed.
-__device__ inline void end_routed_notify(const RoutedNotifyParams &p, const RoutingCounts &counts, bool failed) {
-  const int local = p.experts_each();
+// By the last block, of an exchange that failed.
+__device__ inline void void_routing(const RoutedNotifyParams &p) {
   const int64_t choices = static_cast<int64_t>(p.num_tokens) * p.num_topk;
+  for (int64_t i = threadIdx.x; i < choices; i += blockDim.x) p.dst_slot()[i] = -1;
+  for (int i = threadIdx.x; i < p.num_psums(); i += blockDim.x) p.psum_per_rank()[i] = 0;
+  for (int i = threadIdx.x; i < p.experts_each(); i += blockDim.x) p.psum_per_expert()[i] = p.num_per_expert()[i] = 0;
+}
+// By one block, which has all counts.
+__device__ inline void add_to_stats(const RoutedNotifyParams &p, const RoutingCounts &counts) {
+  const int local = p.experts_each();
+  for (int i = threadIdx.x; p.cumulative_stats() != nullptr && i < local; i += blockDim.x)  // waits for no load
+    atomicAdd(&p.cumulative_stats()[i], counts.total[p.session.team.rank * local + i]);
+}
+// By the last block.
+__device__ inline void end_routed_notify(const RoutedNotifyParams &p, const RoutingCounts &counts, bool failed) {
   if (threadIdx.x == 0) p.session.team.scratch->routed_blocks = 0;
-  for (int64_t i = threadIdx.x; failed && i < choices; i += blockDim.x) p.dst_slot()[i] = -1;
-  for (int i = threadIdx.x; failed && i < p.num_psums(); i += blockDim.x) p.psum_per_rank()[i] = 0;
-  for (int i = threadIdx.x; i < local; i += blockDim.x) {
-    if (failed) p.psum_per_expert()[i] = p.num_per_expert()[i] = 0;
-    if (!failed && p.cumulative_stats() != nullptr)  // an addition that waits for no load
-      atomicAdd(&p.cumulative_stats()[i], counts.total[p.session.team.rank * local + i]);
-  }
+  failed ? void_routing(p) : add_to_stats(p, counts);
   end_notify(p, failed);
 }
 

@@ -1,0 +1,637 @@
+// dispatch_at_once.cuh - a dispatch of few rows whose handle keeps the routing and whose outputs have room for any: one
+// kernel counts, sends and receives. A row's place in the ring follows from its own rank's tokens alone; its final
+// place follows from all ranks' counts, which cross at the same time, each word beside the number of the call.
+#pragma once
+#include "cuda/impl/normal/at_once.cuh"
+#include "cuda/impl/normal/dispatch_kernel.cuh"
+#include "cuda/impl/normal/expanded_rows.cuh"
+#include "cuda/impl/normal/routed_notify.cuh"
+
+namespace deepep {
+
+constexpr uint32_t kAtOnceCounts = 4096, kAtOnceChoices = 4096;  // words of all ranks; choices of a rank
+constexpr int kEarlyChunks = 4, kEarlyChoices = 2;               // that a thread loads before anything is known
+constexpr int kRowWarps = 10;                                    // of a receiving block; the others receive metadata
+
+// The two calls, both with the session of the dispatch.
+struct AtOnceParams {
+  RoutedNotifyParams notify;
+  DispatchParams dispatch;
+  uint32_t tokens_each = 0, rows_each = 0;  // of a block, at most: what it sends, what it receives
+  RingShape ring{};
+  Divisor by_chunks{}, by_words{}, by_topk{}, by_ranks{}, by_local{};  // 16 bytes and words of a row, choices, …
+};
+
+// Words of a row's metadata: scales, weights, experts, expanded: the place of each choice among its rank's rows for the
+// expert; the token.
+__host__ __device__ inline uint32_t at_once_words(const DispatchParams &p) {
+  return p.num_scales + (p.routing == DK_ROUTING_EXPANDED ? 3 : 2) * p.num_topk + 1;
+}
+// Counts that each rank sends: rows to each rank; choices of each expert; how many blocks send rows.
+__host__ __device__ inline uint32_t at_once_counts(const DispatchParams &p) {
+  return p.session.team.num_ranks + p.num_experts + 1;
+}
+// Never one of the counts that other kernels leave there.
+__device__ inline uint64_t tagged_count(uint64_t epoch, uint32_t count) { return (epoch | 1ull << 31) << 32 | count; }
+
+// A row that a block receives: its source, and its number among that one's rows.
+struct Arrival {
+  int32_t source, number;
+};
+
+// Shared memory of a block, in this order.
+struct AtOnceShared {
+  uint32_t dests, first, total, ranks, table, starts, arrivals, heads, places, positions, codes, masks, bytes;
+  __host__ __device__ explicit AtOnceShared(const AtOnceParams &p) {
+    const DispatchParams &d = p.dispatch;
+    const uint32_t num_ranks = d.session.team.num_ranks, experts = d.num_experts, tokens = d.num_tokens;
+    dests = 0;
+    first = num_ranks * 16;
+    total = first + experts * 4;
+    ranks = total + experts * 4;
+    table = ranks + num_ranks * 4;
+    starts = table + num_ranks * at_once_counts(d) * 4;
+    const bool expanded = d.routing == DK_ROUTING_EXPANDED;
+    arrivals = starts + (expanded ? d.num_experts / num_ranks * 4 : 0);
+    heads = arrivals + p.rows_each * static_cast<uint32_t>(sizeof(Arrival));
+    places = heads + p.tokens_each * num_ranks * 4;
+    positions = places + (expanded ? p.rows_each * d.num_topk * 4 : 0);
+    codes = positions + (expanded ? p.tokens_each * d.num_topk * 2 : 0);
+    masks = align_up<uint32_t>(codes + tokens * d.num_topk * 2, 16);
+    bytes = align_up<uint32_t>(masks + tokens * 4, 128);
+  }
+};
+
+// The counts of all ranks, as sum_routing takes them.
+struct CountTable {
+  const TeamView &team;
+  uint64_t epoch;
+  const uint32_t *table;
+  uint32_t stride;
+  __device__ const HandshakeMessage *handshake(int i) const {
+    return team.handshake(team.rank, epoch % kHandshakeCopies, i);
+  }
+  __device__ const uint32_t *counts(int i) const { return table + i * stride; }
+};
+
+// Where this rank's rows go at a rank.
+struct AtOnceDest {
+  uint8_t *rows, *metas;
+};
+
+// What a thread loads before anything else: its first choices of all tokens, its first chunks of the block's rows, its
+// first word of their metadata.
+struct EarlyRows {
+  int64_t choices[kEarlyChoices];
+  uint4 chunks[kEarlyChunks];
+  uint32_t word;
+};
+
+// A block's part of the call.
+struct AtOnce {
+  const AtOnceParams &p;
+  uint8_t *shared;
+  const AtOnceShared at{p};
+  uint64_t epoch = 0;
+
+  static constexpr uint32_t kNone = 0xffff;  // the code of a choice that names no expert
+
+  __device__ const RoutedNotifyParams &n() const { return p.notify; }
+  __device__ const DispatchParams &d() const { return p.dispatch; }
+  __device__ const Session &s() const { return p.dispatch.session; }
+  __device__ int num_ranks() const { return s().team.num_ranks; }
+  __device__ int local() const { return static_cast<int>(d().meta.num_local); }
+  __device__ bool is_expanded() const { return d().routing == DK_ROUTING_EXPANDED; }
+  template <class T>
+  __device__ T *part(uint32_t offset) const {
+    return reinterpret_cast<T *>(shared + offset);
+  }
+  __device__ RoutingCounts counts() const { return {n(), shared + at.first}; }  // without those of warps
+  __device__ int32_t *own_rows() const { return part<int32_t>(at.ranks); }      // to each rank
+  __device__ int own_tokens() const { return num_items(d().num_tokens); }
+  // The numbers of a token's rows at each rank.
+  __device__ int32_t *heads_of(int i) const { return part<int32_t>(at.heads) + i * num_ranks(); }
+  // The place of the row in the ring at rank r, -1: none. A rank with more rows than there is room for refuses the
+  // call.
+  __device__ int place_at(int i, int r) const {
+    const int head = heads_of(i)[r];
+    return head < static_cast<int>(p.ring.slots) ? head : -1;
+  }
+  __device__ const uint8_t *row_of(int token) const { return d().x() + static_cast<uint64_t>(token) * d().row_bytes; }
+  __device__ const uint8_t *row_from(int source, int number) const {
+    return s().team.self + s().team.nvl + p.ring.payload(source, number);
+  }
+  __device__ const uint32_t *meta_from(int source, int number) const {
+    return reinterpret_cast<const uint32_t *>(s().team.self + s().team.nvl + p.ring.meta(source, number));
+  }
+
+  // ---- Counting, by the whole block: every block counts all tokens, which is faster than to ask the others.
+
+  __device__ void clear() const {
+    for (int r = threadIdx.x; r < num_ranks(); r += kAtOnceThreads) {
+      uint8_t *nvl = s().team.peers[r] + s().team.nvl;
+      part<AtOnceDest>(at.dests)[r] = {nvl + p.ring.payload(s().team.rank, 0), nvl + p.ring.meta(s().team.rank, 0)};
+    }
+    for (int i = threadIdx.x; i < static_cast<int>(at.table - at.first) / 4; i += kAtOnceThreads)
+      part<uint32_t>(at.first)[i] = 0;
+    for (int i = threadIdx.x; i < static_cast<int>(at.bytes - at.masks) / 4; i += kAtOnceThreads)
+      part<uint32_t>(at.masks)[i] = 0;
+  }
+  __device__ void load_choices(int base, int64_t (&expert)[kEarlyChoices]) const {
+#pragma unroll
+    for (int u = 0; u < kEarlyChoices; ++u) {
+      const int i = base + u * kAtOnceThreads;
+      expert[u] = i < d().num_tokens * d().num_topk ? load_index(d().topk_idx(), i, d().index_bytes) : -1;
+    }
+  }
+  __device__ void read_choices(const EarlyRows &early, int64_t &wrong) const {
+    const int entries = d().num_tokens * d().num_topk;
+    for (int base = threadIdx.x; base < entries; base += kAtOnceThreads * kEarlyChoices) {
+      int64_t expert[kEarlyChoices];
+#pragma unroll
+      for (int u = 0; u < kEarlyChoices; ++u) expert[u] = early.choices[u];
+      if (base >= kAtOnceThreads) load_choices(base, expert);
+#pragma unroll
+      for (int u = 0; u < kEarlyChoices; ++u) {
+        const int i = base + u * kAtOnceThreads;
+        if (i >= entries) break;
+        if (expert[u] >= d().num_experts) wrong = expert[u];
+        const bool named = expert[u] >= 0 && expert[u] < d().num_experts;
+        part<uint16_t>(at.codes)[i] = static_cast<uint16_t>(named ? expert[u] : kNone);
+        if (!named) continue;
+        const int e = static_cast<int>(expert[u]);
+        atomicAdd(part<int32_t>(at.total) + e, 1);
+        atomicOr(part<uint32_t>(at.masks) + chunk_at(i, p.by_topk).item, 1u << p.by_local.quotient(e));
+      }
+    }
+  }
+  __device__ bool goes_to(int token, int r) const {
+    if (token >= d().num_tokens) return false;
+    return (part<uint32_t>(at.masks)[token] >> r & 1) != 0;
+  }
+  // A warp for each rank numbers the rows to it, and keeps the numbers of the block's own tokens.
+  __device__ void number_rows() const {
+    constexpr int kAhead = 4;
+    const int blocks = row_blocks(), mine = row_block();
+    for (int r = warp_id(); r < num_ranks(); r += kAtOnceWarps) {
+      int rows = 0;
+      for (int first = 0; first < d().num_tokens; first += kWarp * kAhead) {
+        bool goes[kAhead];
+#pragma unroll
+        for (int u = 0; u < kAhead; ++u) goes[u] = goes_to(first + u * kWarp + lane_id(), r);
+#pragma unroll
+        for (int u = 0; u < kAhead; ++u) {
+          const int token = first + u * kWarp + lane_id();
+          const uint32_t chosen = __ballot_sync(kAllLanes, goes[u]);
+          if (token < d().num_tokens && token % blocks == mine)
+            heads_of(token / blocks)[r] = goes[u] ? rows + __popc(chosen & ((1u << lane_id()) - 1)) : -1;
+          rows += __popc(chosen);
+        }
+      }
+      if (lane_id() == 0) own_rows()[r] = rows;
+    }
+  }
+  __device__ Handshake handshake(int64_t wrong) const {
+    Handshake hand = routed_notify_handshake(n(), epoch, wrong);
+    hand.mine.flags |=
+        kHandshakeAtOnce | (d().has_weights() ? kHandshakeWeights : 0) | (d().num_tokens == 0 ? kHandshakeSilent : 0);
+    return hand;
+  }
+  // By block 0.
+  __device__ void send_counts() const {
+    const int words = at_once_counts(d());
+    for (int i = threadIdx.x; i < words; i += kAtOnceThreads) {
+      const int32_t count = i < num_ranks()  ? own_rows()[i]
+                            : i == words - 1 ? row_blocks()
+                                             : part<int32_t>(at.total)[i - num_ranks()];
+      for (int r = 0; r < num_ranks(); ++r)
+        ptx::st_relaxed_sys(counts_of(r, s().team.rank) + i, tagged_count(epoch, count));
+    }
+    for (int r = threadIdx.x; r < num_ranks(); r += kAtOnceThreads)
+      s().team.scratch->sent_bytes[r] = static_cast<uint64_t>(own_rows()[r]) * (d().row_bytes + 4ull * d().num_scales);
+  }
+  __device__ uint64_t *counts_of(int owner, int source) const {
+    return reinterpret_cast<uint64_t *>(s().team.counts(owner, epoch % kHandshakeCopies, source));
+  }
+  // Whole block: waits for all ranks' messages, and takes their counts into the table; those of experts only where the
+  // block needs them. False: a rank refuses the call, or the team has failed.
+  __device__ bool await_counts(const Handshake &hand) const {
+    const int words = at_once_counts(d()), wanted = sums_experts() ? words : num_ranks() + 1;
+    bool good = await_messages(s(), hand);
+    for (int i = static_cast<int>(threadIdx.x) - kWarp; good && i < wanted * num_ranks(); i += kAtOnceThreads - kWarp) {
+      if (i < 0) break;
+      const int source = i / wanted, which = i - source * wanted, at_word = which == wanted - 1 ? words - 1 : which;
+      const uint64_t *word = counts_of(s().team.rank, source) + at_word;
+      uint64_t seen = 0, waited = 0;
+      good = wait_or_fail(s(), source, static_cast<int64_t>(epoch), waited, [&](int64_t &) {
+        seen = ptx::ld_relaxed_sys(word);
+        return seen >> 32 == tagged_count(epoch, 0) >> 32;
+      });
+      part<uint32_t>(at.table)[source * words + at_word] = static_cast<uint32_t>(seen);
+    }
+    return __syncthreads_or(!good) == 0;
+  }
+  __device__ bool sums_experts() const { return is_expanded() || blockIdx.x == 0; }
+
+  // ---- Sending, by the whole block
+
+  __device__ void load_chunks(int base, uint4 (&data)[kEarlyChunks]) const {
+    const int all = own_tokens() * static_cast<int>(p.by_chunks.by);
+#pragma unroll
+    for (int u = 0; u < kEarlyChunks; ++u) {
+      const int number = base + u * kAtOnceThreads + static_cast<int>(threadIdx.x);
+      const Chunk chunk = chunk_at(number, p.by_chunks);
+      if (number < all) data[u] = ptx::ld_stream(row_of(item_at(chunk.item)) + 16 * chunk.at);
+    }
+  }
+  __device__ EarlyRows load_early() const {
+    EarlyRows early{};
+    load_choices(threadIdx.x, early.choices);
+    load_chunks(0, early.chunks);
+    const Chunk word = chunk_at(threadIdx.x, p.by_words);
+    if (word.item < own_tokens() && word.at < d().num_scales + d().num_topk)
+      early.word = word_of(word.item, item_at(word.item), word.at);
+    return early;
+  }
+  __device__ void send_rows(const EarlyRows &early) const {
+    constexpr int kTogether = kAtOnceThreads * kEarlyChunks;
+    const int all = own_tokens() * static_cast<int>(p.by_chunks.by);
+    for (int base = 0; base < all; base += kTogether) {
+      uint4 data[kEarlyChunks];
+#pragma unroll
+      for (int u = 0; u < kEarlyChunks; ++u) data[u] = early.chunks[u];
+      if (base != 0) load_chunks(base, data);
+#pragma unroll
+      for (int u = 0; u < kEarlyChunks; ++u) {
+        const int number = base + u * kAtOnceThreads + static_cast<int>(threadIdx.x);
+        const Chunk chunk = chunk_at(number, p.by_chunks);
+        for (int r = 0; number < all && r < num_ranks(); ++r) {
+          const int place = place_at(chunk.item, r);
+          if (place >= 0)
+            ptx::st_stream(part<AtOnceDest>(at.dests)[r].rows + static_cast<uint64_t>(place) * p.ring.payload_stride +
+                               16 * chunk.at,
+                           data[u]);
+        }
+      }
+    }
+  }
+
+  // Whole warp: how many choices of the expert of choice `entry` come before it.
+  __device__ int number_of_choice(int entry) const {
+    const uint16_t *codes = part<uint16_t>(at.codes);
+    const uint32_t code = codes[entry];
+    int before = 0;
+#pragma unroll 4
+    for (int j = lane_id(); j < entry; j += kWarp) before += codes[j] == code ? 1 : 0;
+    for (int step = kWarp / 2; step > 0; step /= 2) before += __shfl_xor_sync(kAllLanes, before, step);
+    return before;
+  }
+  // Of expanded rows.
+  __device__ void place_choices() const {
+    const int topk = d().num_topk, choices = own_tokens() * topk;
+    for (int j = warp_id(); j < choices; j += kAtOnceWarps) {
+      const Chunk choice = chunk_at(j, p.by_topk);
+      const int entry = item_at(choice.item) * topk + choice.at;
+      const int number = part<uint16_t>(at.codes)[entry] == kNone ? 0 : number_of_choice(entry);
+      if (lane_id() == 0) part<uint16_t>(at.positions)[j] = static_cast<uint16_t>(number);
+    }
+    __syncthreads();
+  }
+  // The expert that a choice names; -1: none.
+  __device__ int expert_of(int token, int k) const {
+    const uint32_t code = part<uint16_t>(at.codes)[token * d().num_topk + k];
+    return code == kNone ? -1 : static_cast<int>(code);
+  }
+  __device__ uint32_t word_of(int i, int token, int w) const {
+    const int scales = d().num_scales, topk = d().num_topk;
+    if (w < scales) return d().scales()[token * d().scale_token_stride + w * d().scale_stride];
+    w -= scales;
+    if (w < topk) return d().topk_weights() == nullptr ? 0 : d().topk_weights()[static_cast<int64_t>(token) * topk + w];
+    w -= topk;
+    if (w < topk) return static_cast<uint32_t>(expert_of(token, w));
+    w -= topk;
+    return is_expanded() && w < topk ? part<uint16_t>(at.positions)[i * topk + w] : static_cast<uint32_t>(token);
+  }
+  __device__ void send_metas(const EarlyRows &early) const {
+    const int all = own_tokens() * static_cast<int>(p.by_words.by);
+    for (int number = threadIdx.x; number < all; number += kAtOnceThreads) {
+      const Chunk word = chunk_at(number, p.by_words);
+      const bool known = number == static_cast<int>(threadIdx.x) && word.at < d().num_scales + d().num_topk;
+      const uint32_t value = known ? early.word : word_of(word.item, item_at(word.item), word.at);
+      for (int r = 0; r < num_ranks(); ++r) {
+        const int place = place_at(word.item, r);
+        if (place >= 0)
+          reinterpret_cast<uint32_t *>(part<AtOnceDest>(at.dests)[r].metas +
+                                       static_cast<uint64_t>(place) * p.ring.meta_stride)[word.at] = value;
+      }
+    }
+  }
+
+  // ---- What the handle keeps of the block's tokens
+
+  // By threads from the last one on: the first warp is busy with the flags.
+  __device__ static int from_the_end() { return kAtOnceThreads - 1 - static_cast<int>(threadIdx.x); }
+  __device__ void write_heads() const {
+    for (int j = from_the_end(); j < own_tokens() * num_ranks(); j += kAtOnceThreads) {
+      const Chunk head = chunk_at(j, p.by_ranks);
+      n().send_head()[static_cast<int64_t>(item_at(head.item)) * num_ranks() + head.at] = heads_of(head.item)[head.at];
+    }
+  }
+  template <class Index>
+  __device__ void copy_choices() const {
+    const int topk = d().num_topk;
+    for (int j = from_the_end(); j < own_tokens() * topk; j += kAtOnceThreads) {
+      const Chunk choice = chunk_at(j, p.by_topk);
+      const int64_t entry = static_cast<int64_t>(item_at(choice.item)) * topk + choice.at;
+      static_cast<Index *>(n().topk_copy())[entry] = static_cast<const Index *>(d().topk_idx())[entry];
+    }
+  }
+  // With expanded rows after sum_routing.
+  __device__ void write_slots() const {
+    const int topk = d().num_topk, me = s().team.rank;
+    for (int j = from_the_end(); j < own_tokens() * topk; j += kAtOnceThreads) {
+      const Chunk choice = chunk_at(j, p.by_topk);
+      const int token = item_at(choice.item), expert = expert_of(token, choice.at);
+      int slot = -1;
+      if (expert >= 0 && is_expanded()) slot = part<int32_t>(at.first)[expert] + part<uint16_t>(at.positions)[j];
+      if (expert >= 0 && !is_expanded()) {
+        const int rank = p.by_local.quotient(expert);
+        bool last = true;
+        for (int later = choice.at + 1; later < topk; ++later) {
+          const int other = expert_of(token, later);
+          last &= other < 0 || p.by_local.quotient(other) != rank;
+        }
+        if (last) slot = me * d().num_max_tokens + heads_of(choice.item)[rank];
+      }
+      n().dst_slot()[static_cast<int64_t>(token) * topk + choice.at] = slot;
+    }
+  }
+  // But for the slots of expanded rows.
+  __device__ void write_handle() const {
+    write_heads();
+    if (!is_expanded()) write_slots();
+    if (n().topk_copy() != nullptr) d().index_bytes == 8 ? copy_choices<int64_t>() : copy_choices<int32_t>();
+  }
+
+  // ---- Receiving
+
+  // How many rows come, which the table has.
+  __device__ int rows_of(int source) const {
+    return static_cast<int>(part<uint32_t>(at.table)[source * at_once_counts(d()) + s().team.rank]);
+  }
+  __device__ int num_rows() const {
+    int rows = 0;
+    for (int r = 0; r < num_ranks(); ++r) rows += rows_of(r);
+    return rows;
+  }
+  // Whole block: what rows it receives; for all threads after the next barrier.
+  __device__ void find_arrivals(int rows) const {
+    for (int i = threadIdx.x; i < num_items(rows); i += kAtOnceThreads) {
+      Arrival arrival{0, item_at(i)};
+      for (int of = rows_of(0); arrival.number >= of; of = rows_of(arrival.source)) {
+        arrival.number -= of;
+        ++arrival.source;
+      }
+      part<Arrival>(at.arrivals)[i] = arrival;
+    }
+  }
+  // Whole block, after sum_routing, of expanded rows: where those of each expert of this rank begin.
+  __device__ void find_starts() const {
+    const int me = s().team.rank, words = at_once_counts(d());
+    for (int e = threadIdx.x; e < local(); e += kAtOnceThreads) {
+      const int expert = me * local() + e;
+      int start = part<int32_t>(at.first)[expert];
+      for (int i = 0; i < me; ++i)
+        start -= static_cast<int>(part<uint32_t>(at.table)[i * words + num_ranks() + expert]);
+      part<int32_t>(at.starts)[e] = start;
+    }
+    __syncthreads();
+  }
+  // Where an expanded row goes that a source's metadata has as its `number`-th for the expert; -1: not to this rank.
+  __device__ int slot_of(int source, int expert, int number) const {
+    const int mine = expert - s().team.rank * local();
+    if (expert < 0 || mine < 0 || mine >= local()) return -1;
+    int slot = part<int32_t>(at.starts)[mine] + number;
+    for (int i = 0; i < source; ++i)
+      slot += static_cast<int>(part<uint32_t>(at.table)[i * at_once_counts(d()) + num_ranks() + expert]);
+    return slot < d().num_expanded_tokens ? slot : -1;
+  }
+  __device__ const uint32_t *meta_of(int i) const {
+    const Arrival arrival = part<Arrival>(at.arrivals)[i];
+    return meta_from(arrival.source, arrival.number);
+  }
+  __device__ int32_t *places_of(int i) const { return part<int32_t>(at.places) + i * d().num_topk; }
+  // Whole block, once all rows are here: where the expanded ones go.
+  __device__ void find_places(int rows) const {
+    const int topk = d().num_topk, first = d().num_scales + topk;
+    for (int j = threadIdx.x; j < num_items(rows) * topk; j += kAtOnceThreads) {
+      const Chunk choice = chunk_at(j, p.by_topk);
+      const uint32_t *meta = meta_of(choice.item);
+      places_of(choice.item)[choice.at] =
+          slot_of(part<Arrival>(at.arrivals)[choice.item].source, static_cast<int>(meta[first + choice.at]),
+                  static_cast<int>(meta[first + topk + choice.at]));
+    }
+    __syncthreads();
+  }
+  // f(place) for each place of the block's row i.
+  template <class F>
+  __device__ void each_place(int i, F f) const {
+    if (!is_expanded()) return f(item_at(i));
+    for (int k = 0; k < d().num_topk; ++k)
+      if (places_of(i)[k] >= 0) f(places_of(i)[k]);
+  }
+  // By the first kRowWarps warps.
+  __device__ void receive_rows(int rows) const {
+    constexpr int kUnroll = 5, kThreads = kRowWarps * kWarp;
+    const int all = num_items(rows) * static_cast<int>(p.by_chunks.by);
+    for (int base = threadIdx.x; base < all; base += kThreads * kUnroll) {
+      uint4 data[kUnroll];
+      Chunk chunk[kUnroll];
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u) {
+        chunk[u] = chunk_at(base + u * kThreads, p.by_chunks);
+        if (base + u * kThreads >= all) break;
+        const Arrival arrival = part<Arrival>(at.arrivals)[chunk[u].item];
+        data[u] = ptx::ld_stream(row_from(arrival.source, arrival.number) + 16 * chunk[u].at);
+      }
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u) {
+        if (base + u * kThreads >= all) break;
+        each_place(chunk[u].item, [&](int place) {
+          ptx::st_stream(d().recv_x() + static_cast<uint64_t>(place) * d().row_bytes + 16 * chunk[u].at, data[u]);
+        });
+      }
+    }
+  }
+  // The number of an expert among this rank's; -1: another rank's, or none.
+  __device__ int local_number(uint32_t expert) const {
+    const int mine = static_cast<int>(expert) - s().team.rank * local();
+    return static_cast<int>(expert) >= 0 && mine >= 0 && mine < local() ? mine : -1;
+  }
+  // By the other warps.
+  __device__ void receive_metas(int rows) const {
+    constexpr int kFirst = kRowWarps * kWarp;
+    const int all = num_items(rows) * static_cast<int>(p.by_words.by);
+    for (int number = static_cast<int>(threadIdx.x) - kFirst; number < all; number += kAtOnceThreads - kFirst) {
+      const Chunk word = chunk_at(number, p.by_words);
+      receive_word(word.item, word.at, meta_of(word.item)[word.at]);
+    }
+  }
+  __device__ void receive_word(int i, int which, uint32_t value) const {
+    const int scales = d().num_scales, topk = d().num_topk;
+    if (which < scales)
+      receive_scale(i, which, value);
+    else if (which < scales + topk)
+      receive_weight(i, which - scales, value);
+    else if (which < scales + 2 * topk)
+      receive_expert(i, which - scales - topk, value);
+    else if (which == static_cast<int>(p.by_words.by) - 1)
+      receive_token(i, static_cast<int>(value));
+  }
+  __device__ void receive_scale(int i, int which, uint32_t value) const {
+    if (d().recv_scales() == nullptr) return;
+    each_place(i, [&](int64_t place) {
+      d().recv_scales()[place * d().recv_scale_token_stride + which * d().recv_scale_stride] = value;
+    });
+  }
+  __device__ uint32_t expert_word(int i, int k) const { return meta_of(i)[d().num_scales + d().num_topk + k]; }
+  __device__ void receive_weight(int i, int k, uint32_t weight) const {
+    if (d().recv_topk_weights() == nullptr) return;
+    if (is_expanded()) {
+      if (places_of(i)[k] >= 0) d().recv_topk_weights()[places_of(i)[k]] = weight;
+      return;
+    }
+    d().recv_topk_weights()[static_cast<int64_t>(item_at(i)) * d().num_topk + k] = weight;
+  }
+  __device__ void receive_expert(int i, int k, uint32_t expert) const {
+    if (is_expanded()) {
+      if (d().recv_src_metadata != 0) src_metadata(d(), item_at(i))[2 + k] = places_of(i)[k];
+      return;
+    }
+    const int64_t to = static_cast<int64_t>(item_at(i)) * d().num_topk + k;
+    const int index = local_number(expert);
+    if (d().recv_topk_idx() != nullptr && d().index_bytes == 8)
+      static_cast<int64_t *>(d().recv_topk_idx())[to] = index;
+    else if (d().recv_topk_idx() != nullptr)
+      static_cast<int32_t *>(d().recv_topk_idx())[to] = index;
+  }
+  __device__ void receive_token(int i, int token) const {
+    const int topk = d().num_topk, row = item_at(i);
+    if (d().recv_src_metadata == 0) return;
+    int last = -1;
+#pragma unroll 4
+    for (int k = 0; k < topk; ++k)
+      if (is_expanded() ? places_of(i)[k] >= 0 : local_number(expert_word(i, k)) >= 0) last = k;
+    const int source = part<Arrival>(at.arrivals)[i].source;
+    int32_t *to = src_metadata(d(), row);
+    to[0] = source * d().num_max_tokens + token;
+    to[1] = source * topk + last;
+  }
+  // What no row fills, where the caller wants it filled.
+  __device__ void fill(int rows) const {
+    if (row_block() < 0) return;
+    const int worker = warp_id() * row_blocks() + row_block(), workers = kAtOnceWarps * row_blocks();
+    is_expanded() ? write_padding(worker, workers) : pad(rows, worker * kWarp + lane_id(), workers * kWarp);
+  }
+  // Rows that no source sends: index -1, weight 0.
+  __device__ void pad(int rows, int64_t first, int64_t step) const {
+    const int64_t begin = static_cast<int64_t>(rows) * d().num_topk,
+                  end = static_cast<int64_t>(d().num_worst_tokens) * d().num_topk;
+    for (int64_t i = begin + first; i < end; i += step) {
+      for (int w = 0; d().recv_topk_idx() != nullptr && w < d().index_words(); ++w)
+        static_cast<uint32_t *>(d().recv_topk_idx())[i * d().index_words() + w] = 0xffffffffu;
+      if (d().recv_topk_weights() != nullptr) d().recv_topk_weights()[i] = 0;
+    }
+  }
+  // Likewise, where the caller wants them: zeros behind each expert's rows.
+  __device__ void write_padding(int worker, int workers) const {
+    if ((d().flags & DK_DISPATCH_ZERO_PADDING) == 0) return;
+    for (int i = worker; i < local() * kPaddingParts; i += workers) {
+      const int e = i / kPaddingParts, rows = part<int32_t>(at.total)[s().team.rank * local() + e];
+      const int64_t start = part<int32_t>(at.starts)[e],
+                    end = min<int64_t>(start + ceil_div<int64_t>(rows, d().expert_alignment) * d().expert_alignment,
+                                       d().num_expanded_tokens);
+      for (int64_t row = start + rows + i % kPaddingParts; row < end; row += kPaddingParts) zero_row(d(), row);
+    }
+  }
+
+  // ---- The call
+
+  // Whole block. False: it moves no rows to their places.
+  __device__ bool sum_counts() const {
+    const CountTable table{s().team, epoch, part<uint32_t>(at.table), at_once_counts(d())};
+    if (sums_experts()) return sum_routing<false>(n(), counts(), table);
+    const bool good = sum_ranks<false>(n(), table);
+    return __syncthreads_or(!good) == 0;
+  }
+  __device__ void run(uint64_t finished) {
+    int64_t wrong = -1;
+    const EarlyRows early = load_early();
+    clear();
+    __syncthreads();
+    read_choices(early, wrong);
+    if (__syncthreads_or(wrong >= 0) != 0) wrong = any_of_block(wrong);
+    number_rows();
+    __syncthreads();
+    const Handshake hand = handshake(wrong);
+    if (blockIdx.x == 0) {
+      send_counts();
+      post_handshake(s(), hand);
+      publish_newest_by_last_warp(s().team);
+    }
+    if (is_expanded()) place_choices();
+    if (!await_finished(s(), epoch, finished)) return;
+    send_rows(early);
+    send_metas(early);
+    announce_rows(s(), epoch);
+    write_handle();
+    if (!await_counts(hand) || !sum_counts()) return;
+    if (blockIdx.x == 0) add_to_stats(n(), counts());
+    if (is_expanded()) find_starts();
+    const int rows = num_rows();
+    find_arrivals(rows);
+    const uint32_t *table = part<uint32_t>(at.table);
+    const int words = at_once_counts(d());
+    if (!await_rows(s(), epoch, [&](int r) { return static_cast<int>(table[(r + 1) * words - 1]); })) return;
+    if (is_expanded()) find_places(rows);
+    warp_id() < kRowWarps ? receive_rows(rows) : receive_metas(rows);
+    fill(rows);
+    if (is_expanded()) write_slots();
+  }
+  // A thread's value that is not below 0, for all; -1: there is none.
+  __device__ int64_t any_of_block(int64_t value) const {
+    __shared__ int64_t any;
+    if (threadIdx.x == 0) any = -1;
+    __syncthreads();
+    if (value >= 0) any = value;
+    __syncthreads();
+    return any;
+  }
+};
+
+// By the last block.
+__device__ inline void end_at_once(const AtOnceParams &p, bool failed) {
+  const DispatchParams &d = p.dispatch;
+  if (failed && d.routing == DK_ROUTING_EXPANDED) clear_expanded_outputs(d);
+  if (failed && d.routing != DK_ROUTING_EXPANDED) clear_dispatch_outputs(d);
+  if (failed) void_routing(p.notify);
+  if (failed) void_notify(p.notify);
+  if (threadIdx.x == 0) end_epoch_of(d.session.team, d.session.team.scratch->epoch + 1);
+}
+
+}  // namespace deepep
+
+namespace deep_ep::intranode {
+using namespace deepep;
+
+__global__ void __launch_bounds__(kAtOnceThreads, 1) dispatch_at_once(const __grid_constant__ AtOnceParams p) {
+  extern __shared__ __align__(128) uint8_t shared[];
+  const Session &s = p.dispatch.session;
+  const uint64_t finished = load_finished(s.team);
+  AtOnce call{p, shared};
+  call.epoch = ptx::ld_relaxed_gpu(&s.team.scratch->epoch) + 1;
+  if (begin(s)) call.run(finished);
+  finish_at_once(s, [&](bool failed) { end_at_once(p, failed); });
+}
+
+}  // namespace deep_ep::intranode
