@@ -451,8 +451,8 @@ class ElasticMode:
             if weights is not None:
                 recv_weights = _torch.like(weights, rows) if shape.expand else _torch.like(weights, rows, num_topk)
         args = _DISPATCH(
-            int(sending.token == 0 and sending.notify is None), sending.token, payload.x_type, payload.num_scales, payload.hidden,
-            payload.num_tokens, native.index_type, shape.bound() if sending.worst else 0,
+            int(sending.token == 0 and sending.notify is None), sending.token, payload.x_type, payload.num_scales,
+            payload.hidden, payload.num_tokens, native.index_type, shape.bound() if sending.worst else 0,
             segment, offset, payload.x.data_ptr(), _at(payload.scales),
             *(payload.scales.stride() if payload.scales is not None else (0, 0)), _at(weights),
             ctypes.addressof(native), x.data_ptr(), _at(scales), _at(topk_idx), _at(recv_weights), *strides,
@@ -463,7 +463,8 @@ class ElasticMode:
             *library_tensors(handle), x, scales, topk_idx, recv_weights,
         )  # fmt: skip
         if sending.notify is None:
-            function, values = core.native.lib.with_gil.deepep_dispatch, (ctypes.byref(args),)
+            function = core.native.lib.with_gil.deepep_dispatch
+            values: tuple[Any, ...] = (ctypes.byref(args),)
         else:
             sending.notify.handle = ctypes.addressof(native)
             function = core.native.lib.with_gil.deepep_dispatch_at_once

@@ -12,7 +12,7 @@ import operator
 from collections.abc import Sequence
 from typing import Any
 
-from . import _abi, _face, _torch, errors
+from . import _abi, _face, _torch
 from ._core import Core
 from ._elastic import TENSORS, Combined, Dispatched, ElasticMode, EPHandle, Order, Sending, Shape, scale_column
 from ._face import DATA, HANDLE, Entry, Given, New, Program, Site, Source, address, constant, number, size, stride

@@ -20,7 +20,7 @@ from . import _abi, _torch
 from ._lib import library
 from ._native import Launch
 from ._torch import DType
-from .errors import DeepEPError, switch
+from .errors import switch
 from .utils.event import EventHandle
 
 SETTING = "DEEPEP_TORCH_FACE"

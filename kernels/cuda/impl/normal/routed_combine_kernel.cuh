@@ -72,36 +72,26 @@ __device__ inline void publish_combine_rows(const CombineParams &p, uint64_t epo
   });
 }
 
-// Whole block: whether its rows leave before all ranks have come, which they may where each has a slot of its own at
-// its receiver, and the receiver has finished the operation before. Nobody reads them unless the ranks agree.
-template <class Job>
-__device__ inline bool sends_ahead(const Session &s, const Handshake &hand, const Job &job, uint64_t finished) {
-  return (hand.mine.flags & kHandshakeRefused) == 0 && job.dest < 0 && await_finished(s, hand.epoch, finished);
-}
-
-// Role of a warp, of those that send and the publisher.
+// As run_combine_roles, with the sums of routed_sums.cuh.
 template <bool kBulk, bool kShrinks>
-__device__ inline void send_routed_rows(const CombineParams &p, uint64_t epoch, const CombineDest *dests,
-                                        SendQueue *queues, RowSender<kBulk, RoutedJob<kShrinks>> &rows) {
+__device__ inline void run_ordered_roles(const CombineParams &p, uint64_t epoch, uint8_t *shared,
+                                         RowSender<kBulk, RoutedJob<kShrinks>> &rows) {
+  using Roles = RoutedRoles<kBulk>;
+  const CombineShared<kBulk> at(p.session.team.num_ranks, p.stage_bytes);
+  auto *queues = reinterpret_cast<SendQueue *>(shared + at.queues);
   const int warp = warp_id();
   if (warp < p.senders) {
     rows.run(true);
     __syncwarp();
     if (lane_id() == 0) ptx::st_release_cta(&queues[warp].finished, 1);
-  } else if (warp == RoutedRoles<kBulk>::kSenders) {
-    publish_combine_rows<kShrinks>(p, epoch, dests, queues, p.senders);
+  } else if (warp == Roles::kSenders) {
+    publish_combine_rows<kShrinks>(p, epoch, reinterpret_cast<const CombineDest *>(shared + at.dests), queues,
+                                   p.senders);
+  } else {
+    const int reducer = warp > Roles::kSenders ? warp - Roles::kReducersAt : Roles::kReducers + warp;
+    reduce_routed<3, kShrinks>(p, epoch, reinterpret_cast<const CombineSource *>(shared + at.sources),
+                               reinterpret_cast<int32_t *>(shared + at.bytes) + reducer * reducer_words(p));
   }
-}
-
-// Role of a warp: the others sum.
-template <bool kBulk, bool kShrinks>
-__device__ inline void reduce_routed_rows(const CombineParams &p, uint64_t epoch, const CombineSource *sources,
-                                          int32_t *words) {
-  using Roles = RoutedRoles<kBulk>;
-  const int warp = warp_id();
-  if (warp < p.senders || warp == Roles::kSenders) return;
-  const int reducer = warp > Roles::kSenders ? warp - Roles::kReducersAt : Roles::kReducers + warp;
-  reduce_routed<3, kShrinks>(p, epoch, sources, words + reducer * reducer_words(p));
 }
 
 // After a sum's kernel: tickets, epoch, statistics.
@@ -140,7 +130,6 @@ __global__ void __launch_bounds__(RoutedRoles<kBulk>::kThreads, 1)
   const Session &s = p.session;
   const MatrixEntry early = load_matrix_entry(p.rank_prefix_matrix(), s.team.num_ranks, threadIdx.x);
   uint64_t epoch = ptx::ld_relaxed_gpu(&s.team.scratch->epoch) + 1;
-  const uint64_t finished = kShrinks ? 0 : load_finished(s.team);
   const CombineShared<kBulk> at(s.team.num_ranks, p.stage_bytes);
   auto *queues = reinterpret_cast<SendQueue *>(shared + at.queues);
   init_queues(queues, p.senders, kBulk);
@@ -155,16 +144,13 @@ __global__ void __launch_bounds__(RoutedRoles<kBulk>::kThreads, 1)
     auto rows = row_sender<kBulk>(job, queues, shared + at.stages, p.row_bytes, p.stage_bytes);
     const bool sends = warp_id() < p.senders && (hand.mine.flags & kHandshakeRefused) == 0;
     if (sends) rows.start();
-    const bool ahead = !kShrinks && sends_ahead(s, hand, job, finished);
-    bool agreed = ahead || await_peers<kShrinks>(s, hand, epoch);
+    const bool agreed = await_peers<kShrinks>(s, hand, epoch);
     if (kShrinks) job.epoch = epoch;
     if constexpr (kShrinks) drop_absent(p, dests, sources);
     if (agreed)
-      send_routed_rows<kBulk, kShrinks>(p, epoch, dests, queues, rows);
+      run_ordered_roles<kBulk, kShrinks>(p, epoch, shared, rows);
     else if (sends)
       rows.abandon();
-    if (ahead) agreed = await_handshake(s, hand);
-    if (agreed) reduce_routed_rows<kBulk, kShrinks>(p, epoch, sources, reinterpret_cast<int32_t *>(shared + at.bytes));
     if (kShrinks && agreed) confirm_membership(s);
   }
   finish(s, [&](bool failed) { end_routed_combine<kShrinks>(p, epoch, failed); });
@@ -181,7 +167,6 @@ __global__ void __launch_bounds__(ExpandedRoles<kBulk>::kThreads, 1)
   const Session &s = p.session;
   const MatrixEntry early = load_matrix_entry(p.rank_prefix_matrix(), s.team.num_ranks, threadIdx.x);
   uint64_t epoch = ptx::ld_relaxed_gpu(&s.team.scratch->epoch) + 1;
-  const uint64_t finished = kShrinks ? 0 : load_finished(s.team);
   const ExpandedShared<kBulk> at(s.team.num_ranks);
   auto *queues = reinterpret_cast<SendQueue *>(shared + at.queues);
   init_queues(queues, Roles::kSenders, false);
@@ -193,8 +178,7 @@ __global__ void __launch_bounds__(ExpandedRoles<kBulk>::kThreads, 1)
     auto *sources = reinterpret_cast<CombineSource *>(shared + at.sources);
     set_up_combine(p, dests, sources);
     const int warp = warp_id();
-    const bool ahead = !kShrinks && sends_ahead(s, hand, combine_job(p, dests, epoch), finished);
-    bool agreed = ahead || await_peers<kShrinks>(s, hand, epoch);
+    const bool agreed = await_peers<kShrinks>(s, hand, epoch);
     if constexpr (kShrinks) drop_absent(p, dests, sources);
     if (agreed && warp < Roles::kSenders) {
       RoutedJob<kShrinks> job = routed_combine_job<kShrinks>(p, dests, epoch);
@@ -204,7 +188,6 @@ __global__ void __launch_bounds__(ExpandedRoles<kBulk>::kThreads, 1)
     } else if (agreed && warp == Roles::kSenders) {
       publish_combine_rows<kShrinks>(p, epoch, dests, queues, Roles::kSenders);
     }
-    if (ahead) agreed = await_handshake(s, hand);
     if (agreed && warp != Roles::kSenders)  // senders too, in the end
       reduce_routed<2, kShrinks>(p, epoch, sources,
                                  reinterpret_cast<int32_t *>(shared + at.bytes) + warp * reducer_words(p));
