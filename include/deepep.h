@@ -235,9 +235,9 @@ deepep_status_t deepep_buffer_wait_ready(deepep_buffer_t buffer, int64_t slice_m
  * graph of before deepep_buffer_regroup. Returns: INVALID_STATE; failure. */
 deepep_status_t deepep_buffer_check(deepep_buffer_t buffer);
 /* local. Address and size of a raw region of this rank; rdma: 0 the nvl region, 1 the rdma region. The caller may
- * overwrite it while no call is in flight: with a routing, on any rank, for rows may come before their call. On GPUs,
- * after writing anything but zeros to the rdma region, call deepep_clean_low_latency_buffer before the next low-latency
- * call. Returns: INVALID_STATE; start-up. */
+ * overwrite it while no call is in flight; if calls have a routing, none on any rank, for a peer's rows may be here
+ * before this rank's call. On GPUs, after writing anything but zeros to the rdma region, call
+ * deepep_clean_low_latency_buffer before the next low-latency call. Returns: INVALID_STATE; start-up. */
 deepep_status_t deepep_buffer_region(deepep_buffer_t buffer, int32_t rdma, void **address, uint64_t *bytes);
 /* local, waits up to slice_ms (< 0: until done) for this rank's calls in flight. Gives back the memory of the buffer,
  * of this device and of this host, and keeps its addresses and the group; all of it is free once every rank has called.

@@ -294,12 +294,12 @@ class Buffer : public Owner<deepep_buffer_t, deepep_buffer_destroy> {
   void dispatch(const deepep_dispatch_args &args, const deepep_call &how = deepep::call()) {
     check(deepep_dispatch(get(), &args, &how));
   }
-  // In place of dispatch() on a rank that cannot go on: the others refuse that dispatch and name `reason`.
   /// Both steps of a dispatch whose outputs have room for any routing; the handle is the notify's.
   void dispatch_at_once(const deepep_notify &notify, const deepep_dispatch_args &args,
                         const deepep_call &how = deepep::call()) {
     check(deepep_dispatch_at_once(get(), &notify, &args, &how));
   }
+  // In place of dispatch() on a rank that cannot go on: the others refuse that dispatch and name `reason`.
   void cancel_dispatch(uint64_t token, deepep_status_t reason, const deepep_call &how = deepep::call()) {
     check(deepep_cancel_dispatch(get(), token, reason, &how));
   }
