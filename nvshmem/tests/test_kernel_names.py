@@ -23,7 +23,10 @@ NOTIFY = ("deep_ep::intranode::notify_dispatch", "deep_ep::internode::notify_dis
 # V2's calls launch these; V1 had none like them.
 ROUTED = {
     f"deep_ep::intranode::{name}"
-    for name in ("notify_routed", "dispatch_routed", "dispatch_expanded", "combine_routed", "combine_expanded")
+    for name in (
+        *("notify_routed", "dispatch_routed", "dispatch_expanded", "dispatch_at_once"),
+        *("combine_routed", "combine_expanded", "combine_at_once"),
+    )
 }
 ROUTED_NODES = {f"deep_ep::internode::{name}" for name in ("notify_routed", "dispatch_routed", "combine_routed")}
 # Calls of buffers with enable_shrink, whose names begin with V1's.
