@@ -4,10 +4,24 @@
 
 #define ROOMY ((uint64_t)4 << 20)
 
+/* What a specification leaves at 0: rows in BF16, no alignment. */
+static void complete(struct routed_spec *spec) {
+  if (spec->row_bytes == 0) spec->row_bytes = 2 * (uint64_t)spec->hidden;
+  if (spec->alignment == 0) spec->alignment = 1;
+}
+
+/* Several calls of a team, each run once. */
+static void make_calls(struct team *t, struct routed_spec *specs, struct routed **calls, int count) {
+  for (int i = 0; i < count; i++) {
+    complete(&specs[i]);
+    calls[i] = make_routed(t, &specs[i], (uint64_t)i);
+    run_routed(calls[i]);
+  }
+}
+
 /* A call, a cached dispatch of other rows, and the sums of that. */
 static void run_spec(struct rank *me, struct routed_spec spec) {
-  if (spec.row_bytes == 0) spec.row_bytes = 2 * (uint64_t)spec.hidden;
-  if (spec.alignment == 0) spec.alignment = 1;
+  complete(&spec);
   struct team_spec team = {.nvl_bytes = spec.nvl_bytes, .trace = -1};
   uint64_t longest = spec.row_bytes + 4 * (uint64_t)spec.scales,
            sum = 2 * (uint64_t)spec.hidden + 4 * (uint64_t)spec.topk;
@@ -89,12 +103,7 @@ static void back_to_back(struct rank *me) {
   struct team *t = make_team(me, &team);
   struct routed_spec specs[3] = {usual, fp8_rows, plain};
   struct routed *calls[3];
-  for (int i = 0; i < 3; i++) {
-    if (specs[i].row_bytes == 0) specs[i].row_bytes = 2 * (uint64_t)specs[i].hidden;
-    if (specs[i].alignment == 0) specs[i].alignment = 1;
-    calls[i] = make_routed(t, &specs[i], (uint64_t)i);
-    run_routed(calls[i]);
-  }
+  make_calls(t, specs, calls, 3);
   for (uint64_t round = 0; round < 7; round++) {
     for (int i = 0; i < 3; i++) new_routed_payload(calls[i], 100 * round + (uint64_t)i);
     for (int i = 0; i < 3; i++) {
@@ -128,12 +137,7 @@ static void at_once_among_others(struct rank *me) {
   struct team *t = make_team(me, &team);
   struct routed_spec specs[4] = {once, fp8_rows, once_plain, plain_worst};
   struct routed *calls[4];
-  for (int i = 0; i < 4; i++) {
-    if (specs[i].row_bytes == 0) specs[i].row_bytes = 2 * (uint64_t)specs[i].hidden;
-    if (specs[i].alignment == 0) specs[i].alignment = 1;
-    calls[i] = make_routed(t, &specs[i], (uint64_t)i);
-    run_routed(calls[i]);
-  }
+  make_calls(t, specs, calls, 4);
   for (uint64_t round = 0; round < 8; round++) {
     for (int i = 0; i < 4; i++) new_routed_payload(calls[i], 100 * round + (uint64_t)i);
     if (round % 2 == 1) run_barrier(t);
