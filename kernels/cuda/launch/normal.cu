@@ -72,12 +72,14 @@ cudaError_t load_normal_kernels(const Device &device) {
   cudaError_t error = load(layout_kernel, min<size_t>(device.max_shared, 96 * 1024));
   if (error == cudaSuccess) error = load(deep_ep::intranode::notify_dispatch, 0);
   if (error == cudaSuccess) error = load(deep_ep::intranode::dispatch<false>, limit80);
-  if (error == cudaSuccess) error = load(deep_ep::intranode::dispatch_at_once, limit80);
-  if (error == cudaSuccess) error = load(deep_ep::intranode::combine_at_once, limit80);
+  if (error == cudaSuccess) error = load(deep_ep::intranode::dispatch_at_once<false>, limit80);
+  if (error == cudaSuccess) error = load(deep_ep::intranode::combine_at_once<false>, limit80);
   if (error == cudaSuccess) error = load(deep_ep::intranode::combine<false, false>, limit80);
   if (error == cudaSuccess) error = load(deep_ep::intranode::combine<false, true>, limit80);
 #if DEEPEP_SM90
   if (error == cudaSuccess && bulk) error = load(deep_ep::intranode::dispatch<true>, limit90);
+  if (error == cudaSuccess && bulk) error = load(deep_ep::intranode::dispatch_at_once<true>, limit90);
+  if (error == cudaSuccess && bulk) error = load(deep_ep::intranode::combine_at_once<true>, limit90);
   if (error == cudaSuccess && bulk) error = load(deep_ep::intranode::combine<true, false>, limit90);
   if (error == cudaSuccess && bulk) error = load(deep_ep::intranode::combine<true, true>, limit90);
 #else
@@ -265,20 +267,28 @@ bool combines_at_once(const Team *team, const CombineParams &p) {
   return rows <= kAtOnceRows && rows * p.num_topk <= kAtOnceTerms && tokens <= p.ring.slots &&
          p.session.team.nvl_bytes / 16 <= UINT32_MAX;
 }
+template <bool kBulk>
 int32_t launch_combine_at_once(dk_combine_params *p, const CombineParams &c, int blocks) {
   auto *team = handle_of<Team>(p->team);
   blocks = min(blocks, kAtOnceBlocks);
-  const int with_rows = blocks > kFewBlocks ? blocks - 1 : blocks;
+  const int with_rows = row_blocks_of(blocks);
   CombineAtOnceParams params{c};
   params.by_chunks = Divisor(c.row_bytes / 16);
   params.by_topk = Divisor(c.num_topk);
   params.by_local = Divisor(c.num_experts / team->view.num_ranks);
   params.rows_each = ceil_div(max(c.num_recv_tokens, 0), with_rows);
   params.tokens_each = ceil_div(c.num_tokens, with_rows);
-  const size_t shared = CombineAtOnceShared(c, params.rows_each, params.tokens_each).bytes;
-  if (shared > shared_limit<false>(*team->device)) return DK_EINVAL;  // more rows than the handle's number of tokens
+  const size_t limit = shared_limit<kBulk>(*team->device);
+  const auto bytes = [&](uint32_t stages) {
+    return CombineAtOnceShared(c, params.rows_each, params.tokens_each, stages).bytes;
+  };
+  if (bytes(0) > shared_limit<false>(*team->device)) return DK_EINVAL;  // more rows than the handle's number of tokens
+  while (kBulk && params.term_stages < kMaxTermStages && bytes(params.term_stages + 1) <= limit) ++params.term_stages;
+  if constexpr (kBulk)  // one stage would be filled and emptied in turn
+    if (params.term_stages < 2) return launch_combine_at_once<false>(p, c, blocks);
   const OnDevice on(team->device);
-  deep_ep::intranode::combine_at_once<<<blocks, kAtOnceThreads, shared, stream_of(p->stream)>>>(params);
+  const size_t shared = bytes(params.term_stages);
+  deep_ep::intranode::combine_at_once<kBulk><<<blocks, kAtOnceThreads, shared, stream_of(p->stream)>>>(params);
   return launched(p);
 }
 
@@ -366,6 +376,7 @@ bool goes_at_once(const Team *team, const dk_notify_params &n, const DispatchPar
 }
 
 // Both calls; DK_EUNSUPPORTED: each has to be made by itself.
+template <bool kBulk>
 int32_t launch_at_once(dk_dispatch_params *p, const DispatchParams &d, int blocks) {
   auto *team = handle_of<Team>(p->team);
   const auto &n = *pointer<const dk_notify_params>(p->notify);
@@ -381,13 +392,20 @@ int32_t launch_at_once(dk_dispatch_params *p, const DispatchParams &d, int block
   params.by_local = Divisor(d.meta.num_local);
   blocks = min(blocks, kAtOnceBlocks);
   do {  // a block alone may not have the room for all
-    const int with_rows = blocks > kFewBlocks ? blocks - 1 : blocks;
+    const int with_rows = row_blocks_of(blocks);
     params.tokens_each = ceil_div(d.num_tokens, with_rows);
     params.rows_each = ceil_div<uint32_t>(d.num_max_tokens * num_ranks, with_rows);
   } while (AtOnceShared(params).bytes > shared_limit<false>(*team->device) && blocks++ < kAtOnceBlocks);
+  if constexpr (kBulk) {
+    const size_t limit = shared_limit<true>(*team->device);
+    params.copy_bytes = min(d.row_bytes, kCopyPiece);
+    const auto fits = [&] { return ++params.copiers <= kMaxCopiers && AtOnceShared(params).bytes <= limit; };
+    while (fits()) continue;
+    if (--params.copiers == 0) return launch_at_once<false>(p, d, blocks);
+  }
   const OnDevice on(team->device);
-  deep_ep::intranode::dispatch_at_once<<<blocks, kAtOnceThreads, AtOnceShared(params).bytes, stream_of(p->stream)>>>(
-      params);
+  const size_t shared = AtOnceShared(params).bytes;
+  deep_ep::intranode::dispatch_at_once<kBulk><<<blocks, kAtOnceThreads, shared, stream_of(p->stream)>>>(params);
   return launched(p);
 }
 
@@ -412,7 +430,10 @@ DK_EXPORT int32_t dk_dispatch(dk_dispatch_params *p) {
     const auto *notify = pointer<const dk_notify_params>(p->notify);
     const int32_t counted = notify->size < sizeof *notify ? int32_t{DK_EVERSION} : check_notify(team, notify);
     if (counted != DK_OK) return counted;
-    return launch_at_once(p, d, blocks);
+#if DEEPEP_SM90
+    if (team->device->bulk) return launch_at_once<true>(p, d, blocks);
+#endif
+    return launch_at_once<false>(p, d, blocks);
   }
   choose_pulls(team, &d);
   if (dispatch_ring(d, false).slots == 0) return DK_EUNSUPPORTED;  // nvl region under min_nvl_bytes
@@ -443,12 +464,14 @@ DK_EXPORT int32_t dk_combine(dk_combine_params *p) {
   const int blocks = blocks_for(team, p->num_sms);
   if (is_remote(team)) return internode_combine(p, c, blocks);
   if (c.ring.slots == 0) return DK_EUNSUPPORTED;  // nvl region under min_nvl_bytes
-  if (c.routing != DK_ROUTING_NONE && combines_at_once(team, c)) return launch_combine_at_once(p, c, blocks);
+  const bool at_once = c.routing != DK_ROUTING_NONE && combines_at_once(team, c);
 #if DEEPEP_SM90
+  if (team->device->bulk && at_once) return launch_combine_at_once<true>(p, c, blocks);
   if (team->device->bulk)
     return c.routing == DK_ROUTING_NONE ? launch_combine<true>(p, c, blocks)
                                         : launch_routed_combine<true>(p, c, blocks);
 #endif
+  if (at_once) return launch_combine_at_once<false>(p, c, blocks);
   if (c.routing != DK_ROUTING_NONE) return launch_routed_combine<false>(p, c, blocks);
   return launch_combine<false>(p, c, blocks);
 }

@@ -266,15 +266,19 @@ __device__ inline bool is_refused(const Session &s, const Handshake &hand, int r
   return field != DK_FIELD_NONE;
 }
 
-// Whole block. True if every rank has begun the same operation, and no rank refuses it: all ranks have the same
-// messages and decide alike. Block 0 records how long it waited.
-__device__ inline bool await_handshake(const Session &s, const Handshake &hand) {
+// By threads `first` of `step`: whether every rank has begun the same operation, and no rank refuses it: all ranks have
+// the same messages and decide alike. Block 0 records how long it waited.
+__device__ inline bool await_messages(const Session &s, const Handshake &hand, int first, int step) {
   bool good = true;
-  for (int r = threadIdx.x; good && r < s.team.num_ranks; r += blockDim.x) {
+  for (int r = first; good && r < s.team.num_ranks; r += step) {
     const HandshakeMessage *from = s.team.handshake(s.team.rank, hand.epoch % kHandshakeCopies, r);
     good = await_message(s, hand, r, &from->epoch, from) && !is_refused(s, hand, r, from);
   }
-  return __syncthreads_or(!good) == 0;
+  return good;
+}
+// Likewise by the whole block.
+__device__ inline bool await_handshake(const Session &s, const Handshake &hand) {
+  return __syncthreads_or(!await_messages(s, hand, threadIdx.x, blockDim.x)) == 0;
 }
 
 }  // namespace deepep

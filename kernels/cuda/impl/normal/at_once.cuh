@@ -13,7 +13,8 @@ constexpr uint32_t kAtOnceRanks = kWarp, kAtOnceRows = DK_AT_ONCE_ROWS,
 
 // Where there are enough blocks, the first one has no rows: it does what each rank does once, which holds up no row.
 constexpr int kFewBlocks = 8;
-__device__ __forceinline__ int row_blocks() { return static_cast<int>(gridDim.x) - (gridDim.x > kFewBlocks ? 1 : 0); }
+__host__ __device__ __forceinline__ int row_blocks_of(int blocks) { return blocks > kFewBlocks ? blocks - 1 : blocks; }
+__device__ __forceinline__ int row_blocks() { return row_blocks_of(static_cast<int>(gridDim.x)); }
 // This block's number among those with rows; -1: it has none.
 __device__ __forceinline__ int row_block() { return static_cast<int>(blockIdx.x) - (gridDim.x > kFewBlocks ? 1 : 0); }
 // The block's item i of items that are dealt out in turn, and how many of `all` it has.
@@ -22,33 +23,28 @@ __device__ __forceinline__ int num_items(int all) {
   return row_block() < 0 || row_block() >= all ? 0 : (all - row_block() + row_blocks() - 1) / row_blocks();
 }
 
-// Whole block: what it has stored for its peers is there. The first warp is busy with that for some 2 us.
+// While the other warps send, the last one waits for the ranks' messages.
+constexpr int kSendingThreads = kAtOnceThreads - kWarp;
+__device__ __forceinline__ bool is_control() { return warp_id() == kAtOnceWarps - 1; }
+
+// Whole block: what it has stored for its peers is there. The first warp is busy with that for some 2 us. Each rank
+// waits for the flags of the largest grid: the first block with rows stores those of blocks that this grid lacks.
 __device__ inline void announce_rows(const Session &s, uint64_t epoch) {
   const int r = static_cast<int>(threadIdx.x);
   __syncthreads();
   if (row_block() < 0 || r >= s.team.num_ranks) return;
+  uint64_t *flags = s.team.ring_flag(r, kPayload, s.team.rank);
   ptx::fence_acq_rel_sys();
-  ptx::st_relaxed_sys(s.team.ring_flag(r, kPayload, s.team.rank) + row_block(), ring_value(epoch, 0));
+  ptx::st_relaxed_sys(flags + row_block(), ring_value(epoch, 0));
+  for (int b = row_blocks(); row_block() == 0 && b < kAtOnceBlocks; ++b)
+    ptx::st_relaxed_sys(flags + b, ring_value(epoch, 0));
 }
-// By the last warp of the block: whether all ranks have begun the same operation, and none refuses it (see
-// await_handshake). The others: true.
-__device__ inline bool await_messages(const Session &s, const Handshake &hand) {
-  bool good = true;
-  const int first = static_cast<int>(threadIdx.x) - (kAtOnceThreads - kWarp);
-  for (int r = first; good && r >= 0 && r < s.team.num_ranks; r += kWarp) {
-    const HandshakeMessage *from = s.team.handshake(s.team.rank, hand.epoch % kHandshakeCopies, r);
-    good = await_message(s, hand, r, &from->epoch, from) && !is_refused(s, hand, r, from);
-  }
-  return good;
-}
-// Whole block: waits for the rows of all blocks of all ranks. blocks_of(rank): how many send. False: the team failed.
-template <class BlocksOf>
-__device__ inline bool await_rows(const Session &s, uint64_t epoch, BlocksOf blocks_of) {
-  bool good = true;
+// Whole block: waits for the rows of all blocks of all ranks. `good`: of this thread until now. False: some thread's is
+// false, or the team failed.
+__device__ inline bool await_rows(const Session &s, uint64_t epoch, bool good) {
   for (int i = threadIdx.x; good && i < s.team.num_ranks * kAtOnceBlocks; i += kAtOnceThreads) {
-    const int source = i / kAtOnceBlocks, block = i % kAtOnceBlocks;
-    if (block >= blocks_of(source)) continue;
-    const uint64_t *flag = s.team.ring_flag(s.team.rank, kPayload, source) + block;
+    const int source = i / kAtOnceBlocks;
+    const uint64_t *flag = s.team.ring_flag(s.team.rank, kPayload, source) + i % kAtOnceBlocks;
     uint64_t waited = 0;
     good = wait_or_fail(s, source, static_cast<int64_t>(epoch), waited, [&](int64_t &seen) {
       const uint64_t value = ptx::ld_acquire_sys(flag);

@@ -2,7 +2,7 @@
 // answered, and each block sums its tokens once all rows are here, in the order of the token's choices.
 #pragma once
 #include "cuda/common/bf16.cuh"
-#include "cuda/impl/normal/at_once.cuh"
+#include "cuda/impl/normal/at_once_bulk.cuh"
 #include "cuda/impl/normal/combine_ends.cuh"
 #include "cuda/impl/normal/expanded_sums.cuh"
 #include "cuda/impl/normal/failed_outputs.cuh"
@@ -11,33 +11,44 @@ namespace deepep {
 
 constexpr int kTermsTogether = 2, kChunksTogether = 4;  // of sums, whose loads are in flight together
 
-// Shared memory of a block, in this order: dests, sources; of each row that the block sends where it goes, and with
-// expanded rows how many rows it is the sum of, and which; of each token that it sums how many rows that takes, where
+// A row that a block sends: where it lies, or with expanded rows nothing; where it goes, null: there is no room.
+struct SentRow {
+  const uint8_t *from;
+  uint8_t *to;
+};
+
+// Shared memory of a block, in this order: dests, sources; each row that the block sends, and with expanded rows how
+// many rows it is the sum of, and which; of each token that it sums how many rows that takes, where
 // they lie in the nvl region, in units of 16 bytes, and where the weight of each choice does.
 struct CombineAtOnceShared {
-  uint32_t sources, places, row_terms, token_terms, bytes;
-  __host__ __device__ CombineAtOnceShared(const CombineParams &p, uint32_t rows_each, uint32_t tokens_each) {
+  uint32_t sources, sent, row_terms, token_terms, arrived, stages, bytes;
+  __host__ __device__ CombineAtOnceShared(const CombineParams &p, uint32_t rows_each, uint32_t tokens_each,
+                                          uint32_t term_stages) {
     const uint32_t num_ranks = p.session.team.num_ranks;
     sources = num_ranks * static_cast<uint32_t>(sizeof(CombineDest));
-    places = sources + num_ranks * static_cast<uint32_t>(sizeof(CombineSource));
-    row_terms = places + rows_each * 8;
+    sent = sources + num_ranks * static_cast<uint32_t>(sizeof(CombineSource));
+    row_terms = sent + rows_each * static_cast<uint32_t>(sizeof(SentRow));
     token_terms = row_terms + (p.routing == DK_ROUTING_EXPANDED ? rows_each * (p.num_topk + 1) * 4 : 0);
-    bytes = align_up<uint32_t>(token_terms + tokens_each * (2 * p.num_topk + 1) * 4, 128);
+    arrived = align_up<uint32_t>(token_terms + tokens_each * (2 * p.num_topk + 1) * 4, 8);
+    stages = align_up<uint32_t>(arrived + 2 * kAtOnceWarps * term_stages * 8, 128);
+    bytes = stages + kAtOnceWarps * term_stages * kTermBytes;
   }
 };
 
 struct CombineAtOnceParams {
   CombineParams combine;
   uint32_t rows_each = 0, tokens_each = 0;     // of a block, at most
+  uint32_t term_stages = 0;                    // of a warp, where bulk copies bring terms
   Divisor by_chunks{}, by_topk{}, by_local{};  // numbers of 16 bytes of a row, of choices, of experts of a rank
 };
 
 // A block's part of the call.
+template <bool kBulk>
 struct CombineAtOnce {
   const CombineAtOnceParams &all;
   uint8_t *shared;
   uint64_t epoch;
-  const CombineAtOnceShared at{all.combine, all.rows_each, all.tokens_each};
+  const CombineAtOnceShared at{all.combine, all.rows_each, all.tokens_each, all.term_stages};
 
   static constexpr uint32_t kNothing = ~0u;
   static constexpr int32_t kWrongTerms = -1;  // how many rows a row is the sum of, where one is outside x
@@ -49,7 +60,7 @@ struct CombineAtOnce {
   __device__ int chunks() const { return static_cast<int>(all.by_chunks.by); }
   __device__ CombineDest *dests() const { return reinterpret_cast<CombineDest *>(shared); }
   __device__ CombineSource *sources() const { return reinterpret_cast<CombineSource *>(shared + at.sources); }
-  __device__ uint8_t **places() const { return reinterpret_cast<uint8_t **>(shared + at.places); }
+  __device__ SentRow *sent() const { return reinterpret_cast<SentRow *>(shared + at.sent); }
   __device__ int32_t *terms_of_row(int i) const {  // their number, then they
     return reinterpret_cast<int32_t *>(shared + at.row_terms) + i * (p().num_topk + 1);
   }
@@ -59,42 +70,45 @@ struct CombineAtOnce {
   __device__ uint8_t *here() const { return s().team.self + s().team.nvl; }
   __device__ int rows() const { return dests()[num_ranks() - 1].first_row + dests()[num_ranks() - 1].num_rows; }
 
-  // ---- Sending, by the whole block
+  // ---- Sending, by all warps but the last one
 
+  // Rows to the next rank first: ranks that begin with the same one would share its link.
+  __device__ int row_at(int i) const {
+    const int next = s().team.rank + 1 == num_ranks() ? 0 : s().team.rank + 1, row = item_at(i) + dests()[next].first_row;
+    return row < rows() ? row : row - rows();
+  }
   __device__ int dest_of(int row) const {
     int r = 0;
     while (row >= dests()[r].first_row + dests()[r].num_rows) ++r;
     return r;
   }
-  __device__ void find_places() const {
+  __device__ void find_rows() const {
     for (int i = threadIdx.x; i < num_items(rows()); i += kAtOnceThreads) {
-      const int row = item_at(i), r = dest_of(row), number = row - dests()[r].first_row;
+      const int row = row_at(i), r = dest_of(row), number = row - dests()[r].first_row;
       const bool fits = number < static_cast<int>(p().ring.slots);
-      places()[i] = fits ? dests()[r].rows + static_cast<uint64_t>(number) * p().ring.payload_stride : nullptr;
+      sent()[i] = {is_expanded() ? nullptr : p().x() + static_cast<uint64_t>(row) * p().row_bytes,
+                   fits ? dests()[r].rows + static_cast<uint64_t>(number) * p().ring.payload_stride : nullptr};
     }
     // A warp for each row that is a sum.
     for (int i = warp_id(); is_expanded() && i < num_items(rows()); i += kAtOnceWarps) {
-      const Terms terms = checked_terms(p(), load_slot(p(), item_at(i)));
+      const Terms terms = checked_terms(p(), load_slot(p(), row_at(i)));
       int32_t *to = terms_of_row(i);
       if (lane_id() == 0) to[0] = terms.wrong ? kWrongTerms : __popc(terms.here);
       if ((terms.here >> lane_id() & 1) != 0) to[1 + __popc(terms.here & ((1u << lane_id()) - 1))] = terms.slot;
     }
     __syncthreads();
   }
-  __device__ uint4 chunk_of(int64_t row, int c) const {
-    return ptx::ld_stream(p().x() + row * p().row_bytes + 16ull * c);
-  }
   // The sums of some chunks that a thread makes together, from the `base`-th on: begin(chunk, sum), then
   // num_terms(chunk) terms in their order, load(chunk, t) each; end(chunk, sum).
-  template <class Begin, class NumTerms, class Load, class End>
+  template <int kThreads, class Begin, class NumTerms, class Load, class End>
   __device__ void sum_chunks(int base, int total, Begin begin, NumTerms num_terms, Load load, End end) const {
     float sum[kChunksTogether][8] = {};
     Chunk chunk[kChunksTogether];
     int terms[kChunksTogether], most = 0;
 #pragma unroll
     for (int u = 0; u < kChunksTogether; ++u) {
-      chunk[u] = chunk_at(base + u * kAtOnceThreads, all.by_chunks);
-      const bool mine = base + u * kAtOnceThreads < total;
+      chunk[u] = chunk_at(base + u * kThreads, all.by_chunks);
+      const bool mine = base + u * kThreads < total;
       if (mine) begin(chunk[u], sum[u]);
       terms[u] = mine ? num_terms(chunk[u]) : 0;
       most = max(most, terms[u]);
@@ -115,44 +129,73 @@ struct CombineAtOnce {
     }
 #pragma unroll
     for (int u = 0; u < kChunksTogether; ++u)
-      if (base + u * kAtOnceThreads < total) end(chunk[u], sum[u]);
+      if (base + u * kThreads < total) end(chunk[u], sum[u]);
   }
   __device__ void send_rows() const {
     constexpr int kUnroll = 5;
     const int total = num_items(rows()) * chunks();
-    for (int base = threadIdx.x; base < total; base += kAtOnceThreads * kUnroll) {
+    for (int base = threadIdx.x; base < total; base += kSendingThreads * kUnroll) {
       uint4 data[kUnroll];
       Chunk chunk[kUnroll];
 #pragma unroll
       for (int u = 0; u < kUnroll; ++u) {
-        chunk[u] = chunk_at(base + u * kAtOnceThreads, all.by_chunks);
-        if (base + u * kAtOnceThreads < total) data[u] = chunk_of(item_at(chunk[u].item), chunk[u].at);
+        chunk[u] = chunk_at(base + u * kSendingThreads, all.by_chunks);
+        if (base + u * kSendingThreads < total) data[u] = ptx::ld_stream(sent()[chunk[u].item].from + 16 * chunk[u].at);
       }
 #pragma unroll
       for (int u = 0; u < kUnroll; ++u)
-        if (base + u * kAtOnceThreads < total && places()[chunk[u].item] != nullptr)
-          ptx::st_stream(places()[chunk[u].item] + 16 * chunk[u].at, data[u]);
+        if (base + u * kSendingThreads < total && sent()[chunk[u].item].to != nullptr)
+          ptx::st_stream(sent()[chunk[u].item].to + 16 * chunk[u].at, data[u]);
     }
   }
-  // Of expanded rows.
-  __device__ void send_sums() const {
-    const int total = num_items(rows()) * chunks();
-    for (int base = threadIdx.x; base < total; base += kAtOnceThreads * kChunksTogether)
-      sum_chunks(
-          base, total, [](const Chunk &, float (&)[8]) {},
-          [&](const Chunk &chunk) { return terms_of_row(chunk.item)[0]; },
-          [&](const Chunk &chunk, int t) { return chunk_of(terms_of_row(chunk.item)[1 + t], chunk.at); },
-          [&](const Chunk &chunk, const float (&sum)[8]) {
-            uint4 data = round_bf16(sum);
-            if (terms_of_row(chunk.item)[0] == kWrongTerms) data = {kNanPair, kNanPair, kNanPair, kNanPair};
-            if (places()[chunk.item] != nullptr) ptx::st_stream(places()[chunk.item] + 16 * chunk.at, data);
-          });
+  // Of expanded rows: a row that is sent as the sum of its terms.
+  struct SentSums {
+    const CombineAtOnce &call;
+    __device__ int num_terms(int i) const { return call.terms_of_row(i)[0]; }
+    __device__ const uint8_t *term(int i, int t) const {
+      return call.p().x() + static_cast<int64_t>(call.terms_of_row(i)[1 + t]) * call.p().row_bytes;
+    }
+    __device__ void begin(int, int, float (&)[8]) const {}
+    __device__ void end(int i, int chunk, const float (&sum)[8]) const {
+      uint4 data = round_bf16(sum);
+      if (num_terms(i) == kWrongTerms) data = {kNanPair, kNanPair, kNanPair, kNanPair};
+      if (call.sent()[i].to != nullptr) ptx::st_stream(call.sent()[i].to + 16 * chunk, data);
+    }
+  };
+  // `which` of the kernel's two uses of the stages.
+  template <int kThreads, class Job>
+  __device__ void sum_items([[maybe_unused]] int which, const Job &job, int items) const {
+    if constexpr (kBulk) {
+#if DEEPEP_HAS_BULK_COPY
+      const int stages = static_cast<int>(all.term_stages), first = warp_id() * stages;
+      auto *arrived = reinterpret_cast<uint64_t *>(shared + at.arrived) + which * kAtOnceWarps * stages;
+      TermSums<Job>{job, items, kThreads / kWarp, p().row_bytes, shared + at.stages + first * kTermBytes,
+                    arrived + first, stages}
+          .run(warp_id());
+#endif
+      return;
+    }
+    const int total = items * chunks();
+    for (int base = threadIdx.x; base < total; base += kThreads * kChunksTogether)
+      sum_chunks<kThreads>(
+          base, total, [&](const Chunk &chunk, float (&sum)[8]) { job.begin(chunk.item, chunk.at, sum); },
+          [&](const Chunk &chunk) { return job.num_terms(chunk.item); },
+          [&](const Chunk &chunk, int t) { return ptx::ld_stream(job.term(chunk.item, t) + 16ull * chunk.at); },
+          [&](const Chunk &chunk, const float (&sum)[8]) { job.end(chunk.item, chunk.at, sum); });
+  }
+  __device__ void init_stages() const {
+#if DEEPEP_HAS_BULK_COPY
+    const int all_stages = 2 * kAtOnceWarps * static_cast<int>(all.term_stages);
+    for (int i = threadIdx.x; kBulk && i < all_stages; i += kAtOnceThreads)
+      ptx::mbarrier_init(reinterpret_cast<uint64_t *>(shared + at.arrived) + i, 1);
+    ptx::mbarrier_init_fence();
+#endif
   }
   __device__ void send_weights() const {
     const int topk = p().num_topk;
-    for (int j = threadIdx.x; j < num_items(rows()) * topk; j += kAtOnceThreads) {
+    for (int j = threadIdx.x; j < num_items(rows()) * topk; j += kSendingThreads) {
       const Chunk choice = chunk_at(j, all.by_topk);
-      const int row = item_at(choice.item), r = dest_of(row), number = row - dests()[r].first_row;
+      const int row = row_at(choice.item), r = dest_of(row), number = row - dests()[r].first_row;
       if (number >= static_cast<int>(p().ring.slots)) continue;
       int64_t from = static_cast<int64_t>(row) * topk + choice.at;
       if (is_expanded())
@@ -197,27 +240,22 @@ struct CombineAtOnce {
         to[1 + topk + lane] = rank < 0 ? kNothing : static_cast<uint32_t>((p().ring.meta(rank, slot)) / 16);
     }
   }
-  __device__ uint64_t out_of(const Chunk &chunk) const {
-    return static_cast<uint64_t>(item_at(chunk.item)) * p().row_bytes + 16ull * chunk.at;
-  }
-  __device__ void sum_tokens() const {
-    const int total = num_items(p().num_tokens) * chunks();
-    for (int base = threadIdx.x; base < total; base += kAtOnceThreads * kChunksTogether)
-      sum_chunks(
-          base, total,
-          [&](const Chunk &chunk, float (&sum)[8]) {
+  struct TokenSums {
+    const CombineAtOnce &call;
+    __device__ uint64_t out_of(int i, int chunk) const {
+      return static_cast<uint64_t>(item_at(i)) * call.p().row_bytes + 16ull * chunk;
+    }
+    __device__ int num_terms(int i) const { return static_cast<int>(call.terms_of_token(i)[0]); }
+    __device__ const uint8_t *term(int i, int t) const { return call.here() + 16ull * call.terms_of_token(i)[1 + t]; }
+    __device__ void begin(int i, int chunk, float (&sum)[8]) const {
 #pragma unroll 1
-            for (int b = 0; b < 2; ++b)
-              if (p().bias(b) != nullptr) add_bf16(sum, ptx::ld_stream(p().bias(b) + out_of(chunk)));
-          },
-          [&](const Chunk &chunk) { return static_cast<int>(terms_of_token(chunk.item)[0]); },
-          [&](const Chunk &chunk, int t) {
-            return ptx::ld_stream(here() + 16ull * (terms_of_token(chunk.item)[1 + t] + chunk.at));
-          },
-          [&](const Chunk &chunk, const float (&sum)[8]) {
-            ptx::st_stream(p().combined_x() + out_of(chunk), round_bf16(sum));
-          });
-  }
+      for (int b = 0; b < 2; ++b)
+        if (call.p().bias(b) != nullptr) add_bf16(sum, ptx::ld_stream(call.p().bias(b) + out_of(i, chunk)));
+    }
+    __device__ void end(int i, int chunk, const float (&sum)[8]) const {
+      ptx::st_stream(call.p().combined_x() + out_of(i, chunk), round_bf16(sum));
+    }
+  };
   __device__ void take_weights() const {
     const int topk = p().num_topk;
     for (int j = threadIdx.x; p().combined_topk_weights() != nullptr && j < num_items(p().num_tokens) * topk;
@@ -234,25 +272,28 @@ struct CombineAtOnce {
   __device__ void run(Handshake hand, uint64_t finished) const {
     const bool refused = (hand.mine.flags & kHandshakeRefused) != 0;
     hand.mine.flags |= kHandshakeAtOnce;
-    if (!refused) hand.mine.row_limit = row_blocks();
     if (blockIdx.x == 0) {
       post_handshake(s(), hand);
       publish_newest_by_last_warp(s().team);
     }
+    init_stages();
     set_up_combine(p(), dests(), sources());
-    if (!refused) {
-      find_places();
-      if (!await_finished(s(), epoch, finished)) return;
-      is_expanded() ? send_sums() : send_rows();
+    if (!refused) find_rows();
+    if (!await_finished(s(), epoch, finished)) return;
+    bool good = true;
+    if (is_control()) {
+      good = await_messages(s(), hand, lane_id(), kWarp);
+    } else if (!refused) {
+      if (is_expanded())
+        sum_items<kSendingThreads>(0, SentSums{*this}, num_items(rows()));
+      else
+        send_rows();
       send_weights();
-      announce_rows(s(), epoch);
-      find_terms();
     }
-    if (__syncthreads_or(!await_messages(s(), hand)) != 0) return;
-    const TeamView &team = s().team;
-    const auto blocks_of = [&](int r) { return team.handshake(team.rank, epoch % kHandshakeCopies, r)->row_limit; };
-    if (!await_rows(s(), epoch, blocks_of)) return;
-    sum_tokens();
+    announce_rows(s(), epoch);  // also where there are none: peers wait for them while they read the refusal
+    if (!refused) find_terms();
+    if (!await_rows(s(), epoch, good)) return;
+    sum_items<kAtOnceThreads>(1, TokenSums{*this}, num_items(p().num_tokens));
     take_weights();
   }
 };
@@ -262,13 +303,17 @@ struct CombineAtOnce {
 namespace deep_ep::intranode {
 using namespace deepep;
 
+template <bool kBulk>
 __global__ void __launch_bounds__(kAtOnceThreads, 1) combine_at_once(const __grid_constant__ CombineAtOnceParams p) {
+#if !DEEPEP_HAS_BULK_COPY
+  if constexpr (kBulk) return;  // the launcher does not choose this form below 9.0
+#endif
   extern __shared__ __align__(128) uint8_t shared[];
   const Session &s = p.combine.session;
   const uint64_t finished = load_finished(s.team);
   const MatrixEntry early = load_matrix_entry(p.combine.rank_prefix_matrix(), s.team.num_ranks, threadIdx.x);
   const uint64_t epoch = ptx::ld_relaxed_gpu(&s.team.scratch->epoch) + 1;
-  if (begin(s)) CombineAtOnce{p, shared, epoch}.run(combine_handshake(p.combine, epoch, early), finished);
+  if (begin(s)) CombineAtOnce<kBulk>{p, shared, epoch}.run(combine_handshake(p.combine, epoch, early), finished);
   finish_at_once(s, [&](bool failed) {
     if (failed) clear_combine_outputs(p.combine);
     if (threadIdx.x == 0) end_epoch_of(s.team, epoch);

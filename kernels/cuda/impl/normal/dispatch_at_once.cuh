@@ -2,7 +2,7 @@
 // kernel counts, sends and receives. A row's place in the ring follows from its own rank's tokens alone; its final
 // place follows from all ranks' counts, which cross at the same time, each word beside the number of the call.
 #pragma once
-#include "cuda/impl/normal/at_once.cuh"
+#include "cuda/impl/normal/at_once_bulk.cuh"
 #include "cuda/impl/normal/dispatch_kernel.cuh"
 #include "cuda/impl/normal/expanded_rows.cuh"
 #include "cuda/impl/normal/routed_notify.cuh"
@@ -11,13 +11,13 @@ namespace deepep {
 
 constexpr uint32_t kAtOnceCounts = 4096, kAtOnceChoices = 4096;  // words of all ranks; choices of a rank
 constexpr int kEarlyChunks = 4, kEarlyChoices = 2;               // that a thread loads before anything is known
-constexpr int kRowWarps = 10;                                    // of a receiving block; the others receive metadata
 
 // The two calls, both with the session of the dispatch.
 struct AtOnceParams {
   RoutedNotifyParams notify;
   DispatchParams dispatch;
   uint32_t tokens_each = 0, rows_each = 0;  // of a block, at most: what it sends, what it receives
+  uint32_t copiers = 0, copy_bytes = 0;     // threads that copy pieces of so many bytes of rows
   RingShape ring{};
   Divisor by_chunks{}, by_words{}, by_topk{}, by_ranks{}, by_local{};  // 16 bytes and words of a row, choices, …
 };
@@ -27,9 +27,9 @@ struct AtOnceParams {
 __host__ __device__ inline uint32_t at_once_words(const DispatchParams &p) {
   return p.num_scales + (p.routing == DK_ROUTING_EXPANDED ? 3 : 2) * p.num_topk + 1;
 }
-// Counts that each rank sends: rows to each rank; choices of each expert; how many blocks send rows.
+// Counts that each rank sends: rows to each rank; choices of each expert.
 __host__ __device__ inline uint32_t at_once_counts(const DispatchParams &p) {
-  return p.session.team.num_ranks + p.num_experts + 1;
+  return p.session.team.num_ranks + p.num_experts;
 }
 // Never one of the counts that other kernels leave there.
 __device__ inline uint64_t tagged_count(uint64_t epoch, uint32_t count) { return (epoch | 1ull << 31) << 32 | count; }
@@ -41,7 +41,7 @@ struct Arrival {
 
 // Shared memory of a block, in this order.
 struct AtOnceShared {
-  uint32_t dests, first, total, ranks, table, starts, arrivals, heads, places, positions, codes, masks, bytes;
+  uint32_t dests, first, total, ranks, table, starts, arrivals, heads, places, positions, codes, masks, arrived, stages, bytes;
   __host__ __device__ explicit AtOnceShared(const AtOnceParams &p) {
     const DispatchParams &d = p.dispatch;
     const uint32_t num_ranks = d.session.team.num_ranks, experts = d.num_experts, tokens = d.num_tokens;
@@ -58,7 +58,9 @@ struct AtOnceShared {
     positions = places + (expanded ? p.rows_each * d.num_topk * 4 : 0);
     codes = positions + (expanded ? p.tokens_each * d.num_topk * 2 : 0);
     masks = align_up<uint32_t>(codes + tokens * d.num_topk * 2, 16);
-    bytes = align_up<uint32_t>(masks + tokens * 4, 128);
+    arrived = align_up<uint32_t>(masks + tokens * 4, 8);
+    stages = align_up<uint32_t>(arrived + p.copiers * 8, 128);
+    bytes = stages + p.copiers * p.copy_bytes;
   }
 };
 
@@ -88,6 +90,7 @@ struct EarlyRows {
 };
 
 // A block's part of the call.
+template <bool kBulk>
 struct AtOnce {
   const AtOnceParams &p;
   uint8_t *shared;
@@ -95,6 +98,7 @@ struct AtOnce {
   uint64_t epoch = 0;
 
   static constexpr uint32_t kNone = 0xffff;  // the code of a choice that names no expert
+  static constexpr int kRowWarps = kBulk ? kCopyWarps : 10;  // of a receiving block; the others receive metadata
 
   __device__ const RoutedNotifyParams &n() const { return p.notify; }
   __device__ const DispatchParams &d() const { return p.dispatch; }
@@ -134,7 +138,7 @@ struct AtOnce {
     }
     for (int i = threadIdx.x; i < static_cast<int>(at.table - at.first) / 4; i += kAtOnceThreads)
       part<uint32_t>(at.first)[i] = 0;
-    for (int i = threadIdx.x; i < static_cast<int>(at.bytes - at.masks) / 4; i += kAtOnceThreads)
+    for (int i = threadIdx.x; i < static_cast<int>(d().num_tokens); i += kAtOnceThreads)
       part<uint32_t>(at.masks)[i] = 0;
   }
   __device__ void load_choices(int base, int64_t (&expert)[kEarlyChoices]) const {
@@ -201,9 +205,7 @@ struct AtOnce {
   __device__ void send_counts() const {
     const int words = at_once_counts(d());
     for (int i = threadIdx.x; i < words; i += kAtOnceThreads) {
-      const int32_t count = i < num_ranks()  ? own_rows()[i]
-                            : i == words - 1 ? row_blocks()
-                                             : part<int32_t>(at.total)[i - num_ranks()];
+      const int32_t count = i < num_ranks() ? own_rows()[i] : part<int32_t>(at.total)[i - num_ranks()];
       for (int r = 0; r < num_ranks(); ++r)
         ptx::st_relaxed_sys(counts_of(r, s().team.rank) + i, tagged_count(epoch, count));
     }
@@ -213,33 +215,53 @@ struct AtOnce {
   __device__ uint64_t *counts_of(int owner, int source) const {
     return reinterpret_cast<uint64_t *>(s().team.counts(owner, epoch % kHandshakeCopies, source));
   }
-  // Whole block: waits for all ranks' messages, and takes their counts into the table; those of experts only where the
+  // The last warp: waits for all ranks' messages, and takes their counts into the table; those of experts only where the
   // block needs them. False: a rank refuses the call, or the team has failed.
   __device__ bool await_counts(const Handshake &hand) const {
-    const int words = at_once_counts(d()), wanted = sums_experts() ? words : num_ranks() + 1;
-    bool good = await_messages(s(), hand);
-    for (int i = static_cast<int>(threadIdx.x) - kWarp; good && i < wanted * num_ranks(); i += kAtOnceThreads - kWarp) {
-      if (i < 0) break;
-      const int source = i / wanted, which = i - source * wanted, at_word = which == wanted - 1 ? words - 1 : which;
-      const uint64_t *word = counts_of(s().team.rank, source) + at_word;
-      uint64_t seen = 0, waited = 0;
-      good = wait_or_fail(s(), source, static_cast<int64_t>(epoch), waited, [&](int64_t &) {
-        seen = ptx::ld_relaxed_sys(word);
-        return seen >> 32 == tagged_count(epoch, 0) >> 32;
-      });
-      part<uint32_t>(at.table)[source * words + at_word] = static_cast<uint32_t>(seen);
+    constexpr int kAhead = 4;  // loads in flight
+    const int words = at_once_counts(d()), wanted = sums_experts() ? words : num_ranks(), all = wanted * num_ranks();
+    bool good = await_messages(s(), hand, lane_id(), kWarp);
+    for (int base = lane_id(); good && base < all; base += kWarp * kAhead) {
+      uint64_t seen[kAhead];
+      bool late = false;
+#pragma unroll
+      for (int u = 0; u < kAhead; ++u)
+        seen[u] = base + u * kWarp < all ? ptx::ld_relaxed_sys(count_at(base + u * kWarp, wanted)) : tagged_count(epoch, 0);
+#pragma unroll
+      for (int u = 0; u < kAhead; ++u) {
+        late |= !is_count(seen[u]);
+        if (base + u * kWarp < all) keep_count(base + u * kWarp, wanted, seen[u]);
+      }
+      for (int i = base; late && good && i < min(base + kWarp * kAhead, all); i += kWarp) good = await_count(i, wanted);
     }
-    return __syncthreads_or(!good) == 0;
+    return good;
+  }
+  // Of the counts that the block wants from each rank, one after the other.
+  __device__ const uint64_t *count_at(int i, int wanted) const {
+    return counts_of(s().team.rank, i / wanted) + i % wanted;
+  }
+  __device__ bool is_count(uint64_t seen) const { return seen >> 32 == tagged_count(epoch, 0) >> 32; }
+  __device__ void keep_count(int i, int wanted, uint64_t seen) const {
+    part<uint32_t>(at.table)[i / wanted * at_once_counts(d()) + i % wanted] = static_cast<uint32_t>(seen);
+  }
+  __device__ bool await_count(int i, int wanted) const {
+    uint64_t seen = 0, waited = 0;
+    const bool good = wait_or_fail(s(), i / wanted, static_cast<int64_t>(epoch), waited, [&](int64_t &) {
+      seen = ptx::ld_relaxed_sys(count_at(i, wanted));
+      return is_count(seen);
+    });
+    keep_count(i, wanted, seen);
+    return good;
   }
   __device__ bool sums_experts() const { return is_expanded() || blockIdx.x == 0; }
 
-  // ---- Sending, by the whole block
+  // ---- Sending, by all warps but the last one
 
   __device__ void load_chunks(int base, uint4 (&data)[kEarlyChunks]) const {
     const int all = own_tokens() * static_cast<int>(p.by_chunks.by);
 #pragma unroll
     for (int u = 0; u < kEarlyChunks; ++u) {
-      const int number = base + u * kAtOnceThreads + static_cast<int>(threadIdx.x);
+      const int number = base + u * kSendingThreads + static_cast<int>(threadIdx.x);
       const Chunk chunk = chunk_at(number, p.by_chunks);
       if (number < all) data[u] = ptx::ld_stream(row_of(item_at(chunk.item)) + 16 * chunk.at);
     }
@@ -247,6 +269,7 @@ struct AtOnce {
   __device__ EarlyRows load_early() const {
     EarlyRows early{};
     load_choices(threadIdx.x, early.choices);
+    if (is_control()) return early;
     load_chunks(0, early.chunks);
     const Chunk word = chunk_at(threadIdx.x, p.by_words);
     if (word.item < own_tokens() && word.at < d().num_scales + d().num_topk)
@@ -254,7 +277,7 @@ struct AtOnce {
     return early;
   }
   __device__ void send_rows(const EarlyRows &early) const {
-    constexpr int kTogether = kAtOnceThreads * kEarlyChunks;
+    constexpr int kTogether = kSendingThreads * kEarlyChunks;
     const int all = own_tokens() * static_cast<int>(p.by_chunks.by);
     for (int base = 0; base < all; base += kTogether) {
       uint4 data[kEarlyChunks];
@@ -263,7 +286,7 @@ struct AtOnce {
       if (base != 0) load_chunks(base, data);
 #pragma unroll
       for (int u = 0; u < kEarlyChunks; ++u) {
-        const int number = base + u * kAtOnceThreads + static_cast<int>(threadIdx.x);
+        const int number = base + u * kSendingThreads + static_cast<int>(threadIdx.x);
         const Chunk chunk = chunk_at(number, p.by_chunks);
         for (int r = 0; number < all && r < num_ranks(); ++r) {
           const int place = place_at(chunk.item, r);
@@ -314,7 +337,7 @@ struct AtOnce {
   }
   __device__ void send_metas(const EarlyRows &early) const {
     const int all = own_tokens() * static_cast<int>(p.by_words.by);
-    for (int number = threadIdx.x; number < all; number += kAtOnceThreads) {
+    for (int number = threadIdx.x; number < all; number += kSendingThreads) {
       const Chunk word = chunk_at(number, p.by_words);
       const bool known = number == static_cast<int>(threadIdx.x) && word.at < d().num_scales + d().num_topk;
       const uint32_t value = known ? early.word : word_of(word.item, item_at(word.item), word.at);
@@ -384,9 +407,9 @@ struct AtOnce {
     for (int r = 0; r < num_ranks(); ++r) rows += rows_of(r);
     return rows;
   }
-  // Whole block: what rows it receives; for all threads after the next barrier.
-  __device__ void find_arrivals(int rows) const {
-    for (int i = threadIdx.x; i < num_items(rows); i += kAtOnceThreads) {
+  // By threads `first` of `step`: what rows the block receives; for all threads after the next barrier.
+  __device__ void find_arrivals(int rows, int first, int step) const {
+    for (int i = first; i < num_items(rows); i += step) {
       Arrival arrival{0, item_at(i)};
       for (int of = rows_of(0); arrival.number >= of; of = rows_of(arrival.source)) {
         arrival.number -= of;
@@ -440,8 +463,42 @@ struct AtOnce {
     for (int k = 0; k < d().num_topk; ++k)
       if (places_of(i)[k] >= 0) f(places_of(i)[k]);
   }
+  // Which of the block's copiers this thread is, -1: none.
+  __device__ int copier() const {
+    const int i = warp_id() * kCopyLanes + lane_id();
+    return warp_id() < kCopyWarps && lane_id() < kCopyLanes && i < static_cast<int>(p.copiers) ? i : -1;
+  }
+  __device__ void init_copiers() const {
+#if DEEPEP_HAS_BULK_COPY
+    if (!kBulk || copier() < 0) return;
+    ptx::mbarrier_init(part<uint64_t>(at.arrived) + copier(), 1);
+    ptx::mbarrier_init_fence();
+#endif
+  }
+  __device__ void copy_rows([[maybe_unused]] int rows) const {
+#if DEEPEP_HAS_BULK_COPY
+    if (copier() >= 0) {
+      CopyStage stage{part<uint8_t>(at.stages) + copier() * p.copy_bytes, part<uint64_t>(at.arrived) + copier()};
+      const int each = static_cast<int>(ceil_div(d().row_bytes, p.copy_bytes));
+      ptx::fence_before_bulk();
+      for (int i = copier(); i < num_items(rows) * each; i += static_cast<int>(p.copiers)) {
+        const int item = i / each;
+        const uint32_t from = (i - item * each) * p.copy_bytes, size = min(p.copy_bytes, d().row_bytes - from);
+        const Arrival arrival = part<Arrival>(at.arrivals)[item];
+        stage.load(row_from(arrival.source, arrival.number) + from, size);
+        each_place(item, [&](int place) {
+          ptx::bulk_store(d().recv_x() + static_cast<uint64_t>(place) * d().row_bytes + from, stage.bytes, size);
+        });
+        ptx::bulk_commit();
+      }
+      ptx::bulk_wait<0>();
+    }
+    __syncwarp();
+#endif
+  }
   // By the first kRowWarps warps.
   __device__ void receive_rows(int rows) const {
+    if constexpr (kBulk) return copy_rows(rows);
     constexpr int kUnroll = 5, kThreads = kRowWarps * kWarp;
     const int all = num_items(rows) * static_cast<int>(p.by_chunks.by);
     for (int base = threadIdx.x; base < all; base += kThreads * kUnroll) {
@@ -557,16 +614,19 @@ struct AtOnce {
 
   // ---- The call
 
-  // Whole block. False: it moves no rows to their places.
-  __device__ bool sum_counts() const {
-    const CountTable table{s().team, epoch, part<uint32_t>(at.table), at_once_counts(d())};
-    if (sums_experts()) return sum_routing<false>(n(), counts(), table);
-    const bool good = sum_ranks<false>(n(), table);
-    return __syncthreads_or(!good) == 0;
+  __device__ CountTable table() const { return {s().team, epoch, part<uint32_t>(at.table), at_once_counts(d())}; }
+  // The last warp, while the others send. False: the block moves no rows to their places.
+  __device__ bool take_counts(const Handshake &hand) const {
+    const bool here = await_counts(hand);
+    if (__any_sync(kAllLanes, !here) != 0 || sums_experts()) return here;
+    if (!sum_ranks<false>(n(), table(), 0, 1)) return false;
+    find_arrivals(num_rows(), lane_id(), kWarp);
+    return true;
   }
   __device__ void run(uint64_t finished) {
     int64_t wrong = -1;
     const EarlyRows early = load_early();
+    init_copiers();
     clear();
     __syncthreads();
     read_choices(early, wrong);
@@ -575,24 +635,29 @@ struct AtOnce {
     __syncthreads();
     const Handshake hand = handshake(wrong);
     if (blockIdx.x == 0) {
-      send_counts();
       post_handshake(s(), hand);
+      send_counts();
       publish_newest_by_last_warp(s().team);
     }
     if (is_expanded()) place_choices();
     if (!await_finished(s(), epoch, finished)) return;
-    send_rows(early);
-    send_metas(early);
+    bool good = true;
+    if (is_control()) {
+      good = take_counts(hand);
+    } else {
+      send_rows(early);
+      send_metas(early);
+    }
     announce_rows(s(), epoch);
     write_handle();
-    if (!await_counts(hand) || !sum_counts()) return;
-    if (blockIdx.x == 0) add_to_stats(n(), counts());
-    if (is_expanded()) find_starts();
+    if (sums_experts()) {
+      if (__syncthreads_or(!good) != 0 || !sum_routing<false>(n(), counts(), table())) return;
+      if (blockIdx.x == 0) add_to_stats(n(), counts());
+      if (is_expanded()) find_starts();
+      find_arrivals(num_rows(), threadIdx.x, kAtOnceThreads);
+    }
+    if (!await_rows(s(), epoch, good)) return;
     const int rows = num_rows();
-    find_arrivals(rows);
-    const uint32_t *table = part<uint32_t>(at.table);
-    const int words = at_once_counts(d());
-    if (!await_rows(s(), epoch, [&](int r) { return static_cast<int>(table[(r + 1) * words - 1]); })) return;
     if (is_expanded()) find_places(rows);
     warp_id() < kRowWarps ? receive_rows(rows) : receive_metas(rows);
     fill(rows);
@@ -624,11 +689,15 @@ __device__ inline void end_at_once(const AtOnceParams &p, bool failed) {
 namespace deep_ep::intranode {
 using namespace deepep;
 
+template <bool kBulk>
 __global__ void __launch_bounds__(kAtOnceThreads, 1) dispatch_at_once(const __grid_constant__ AtOnceParams p) {
+#if !DEEPEP_HAS_BULK_COPY
+  if constexpr (kBulk) return;  // the launcher does not choose this form below 9.0
+#endif
   extern __shared__ __align__(128) uint8_t shared[];
   const Session &s = p.dispatch.session;
   const uint64_t finished = load_finished(s.team);
-  AtOnce call{p, shared};
+  AtOnce<kBulk> call{p, shared};
   call.epoch = ptx::ld_relaxed_gpu(&s.team.scratch->epoch) + 1;
   if (begin(s)) call.run(finished);
   finish_at_once(s, [&](bool failed) { end_at_once(p, failed); });

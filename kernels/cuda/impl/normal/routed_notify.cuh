@@ -213,15 +213,15 @@ struct NodeMessages {
   }
 };
 
-// A warp for each rank, from the last one on: its rows from each rank, and whether it has room for them. False: it does
+// A warp, `first` of `warps`, for each rank: its rows from each rank, and whether it has room for them. False: it does
 // not. Every block finds out; block 0 writes and reports it, here and below.
 template <bool kShrinks, class Messages>
-__device__ inline bool sum_ranks(const RoutedNotifyParams &p, const Messages &messages) {
+__device__ inline bool sum_ranks(const RoutedNotifyParams &p, const Messages &messages, int first, int warps) {
   const Session &s = p.session;
-  const int num_ranks = s.team.num_ranks, warps = static_cast<int>(blockDim.x) / kWarp;
+  const int num_ranks = s.team.num_ranks;
   const bool reports = blockIdx.x == 0;
   bool good = true;
-  for (int j = warps - 1 - warp_id(); j < num_ranks; j += warps) {
+  for (int j = first; j < num_ranks; j += warps) {
     const bool without = is_out<kShrinks>(s, j);
     const HandshakeMessage *from = messages.handshake(j);
     const auto alignment = static_cast<int64_t>(from->segment_offset);
@@ -294,7 +294,8 @@ template <bool kShrinks, class Messages>
 __device__ inline bool sum_routing(const RoutedNotifyParams &p, const RoutingCounts &counts, const Messages &messages) {
   const Session &s = p.session;
   const int num_ranks = s.team.num_ranks;
-  bool good = sum_ranks<kShrinks>(p, messages);
+  const int warps = static_cast<int>(blockDim.x) / kWarp;
+  bool good = sum_ranks<kShrinks>(p, messages, warps - 1 - warp_id(), warps);
   for (int r = threadIdx.x; kShrinks && r < num_ranks; r += blockDim.x)
     if (is_without(s, r)) counts.ranks[r] = kNoRow;
   for (int e = threadIdx.x; e < p.num_experts; e += blockDim.x) {
