@@ -60,8 +60,11 @@ func (b *Buffer) DispatchAtOnce(n *op.NotifyArgs, d *op.DispatchArgs, c *Call) e
 		q.Call = rows.Token
 		h.Exchange = b.handleOf(q.Call, device.Stream(q.Stream))
 		b.fillNotify(q, &counts, &config)
-		b.fillRows(p, &rows, &config, b.goesAtOnce(&h))
+		b.fillRows(p, &rows, &config, b.goesAtOnce(&h, n.NumWorstTokens))
 		code, notified := b.dispatchAtOnce(p, q)
+		if !notified && h.Routing == op.RoutingNone {
+			h.Exchange |= wentAtOnce
+		}
 		if code == 0 || !notified {
 			return code
 		}
@@ -113,10 +116,21 @@ func (b *Buffer) dispatchAtOnce(p *abi.DispatchParams, q *abi.NotifyParams) (cod
 	return b.opt.Library.Dispatch(p), true
 }
 
-// goesAtOnce reports whether rows are so few that calls with a routing have kernels of their own.
-func (b *Buffer) goesAtOnce(h *op.Handle) bool {
-	few := int64(h.NumMaxTokens)*int64(b.size) <= abi.AtOnceRows
-	return few && h.Routing != op.RoutingNone && b.opt.Library.Has(abi.CapAtOnce)
+// goesAtOnce reports whether a dispatch with room for `worst` rows brings so few that there is a kernel of their own.
+func (b *Buffer) goesAtOnce(h *op.Handle, worst int32) bool {
+	rows := int64(worst)
+	if h.Routing != op.RoutingNone {
+		rows = int64(h.NumMaxTokens) * int64(b.size)
+	}
+	return rows <= abi.AtOnceRows && b.opt.Library.Has(abi.CapAtOnce)
+}
+
+// cameAtOnce reports whether the combine of a handle has a kernel of few rows.
+func (b *Buffer) cameAtOnce(h *op.Handle) bool {
+	if h.Routing == op.RoutingNone {
+		return h.Exchange&wentAtOnce != 0
+	}
+	return b.goesAtOnce(h, 0)
 }
 
 // CancelDispatch is this rank's part of a dispatch that it cannot make: the peers, which have its counts, are told why
@@ -173,7 +187,7 @@ func (b *Buffer) fillDispatch(p *abi.DispatchParams, a *op.DispatchArgs, config 
 	p.ScaleTokenStride, p.ScaleStride = a.ScaleTokenStride, a.ScaleStride
 	p.TopKIdx, p.TopKWeights = uint64(a.TopKIdx), uint64(a.TopKWeights)
 	p.RankPrefixMatrix, p.SendHead = uint64(h.RankPrefixMatrix), uint64(h.SendHead)
-	p.Exchange, p.XType = h.Exchange, int32(a.XType)
+	p.Exchange, p.XType = originOf(h), int32(a.XType)
 	if a.Token != 0 {
 		p.Exchange = b.exchangeOf(a.Token)
 	}

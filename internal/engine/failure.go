@@ -195,13 +195,31 @@ func (b *Buffer) hasMade(peer int, f *abi.Failure) bool {
 
 func (b *Buffer) explainMismatch(head string, f *abi.Failure) error {
 	name, ok := fieldNames[f.Field]
-	if f.Field == abi.FieldMaxTokens && (f.Op == abi.OpNotify || f.Op == abi.OpDispatch) {
+	mine, theirs := fieldValue(f.Op, f.Field, f.Expected), fieldValue(f.Op, f.Field, f.Seen)
+	normal := f.Op == abi.OpNotify || f.Op == abi.OpDispatch || f.Op == abi.OpCombine
+	switch {
+	case f.Field == abi.FieldMaxTokens && f.Op == abi.OpCombine && (f.Expected == 0 || f.Seen == 0):
+		name = "the kind of handle"
+		mine, theirs = handleText(f.Expected), handleText(f.Seen)
+	case f.Field == abi.FieldMaxTokens && normal:
 		name = "num_max_tokens_per_rank"
-	} else if !ok {
+	case f.Field == abi.FieldOperation && f.Op != abi.OpCombine && normal && isDispatch(f.Expected) && isDispatch(f.Seen):
+		name = "whether a dispatch waits for counts, or has room for more than " + itoa(abi.AtOnceRows) + " rows"
+	case !ok:
 		name = fmt.Sprintf("field %d", f.Field)
 	}
-	return status.Errorf(status.Mismatch, "%s: ranks disagree on %s: rank %d has %s, rank %d has %s",
-		head, name, b.rank, fieldValue(f.Op, f.Field, f.Expected), f.Peer, fieldValue(f.Op, f.Field, f.Seen))
+	return status.Errorf(status.Mismatch, "%s: ranks disagree on %s: rank %d has %s, rank %d has %s", head, name, b.rank, mine, f.Peer, theirs)
+}
+
+// isDispatch: of the operations that ranks compare, a notify or a dispatch that is not cached.
+func isDispatch(number int64) bool { return number == int64(abi.OpNotify) || number == int64(abi.OpDispatch) }
+
+// handleText: of a handle without a routing, in a combine, by how many rows its dispatch had room for.
+func handleText(rows int64) string {
+	if rows > 0 {
+		return "one of num_worst_tokens up to " + strconv.FormatInt(rows, 10)
+	}
+	return "another"
 }
 
 func phaseText(op, phase uint32) string {

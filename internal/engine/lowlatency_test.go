@@ -321,7 +321,7 @@ func TestWhoMovesNormalRows(t *testing.T) {
 		}
 		r := watch(t, b, lib)
 		r.read()
-		for exchange, ours := range map[uint64]bool{7: true, 1<<62 | 7: false} { // of this buffer, whose options name no maker; of another one
+		for exchange, ours := range map[uint64]bool{7: true, 1<<61 | 7: false} { // of this buffer, whose options name no maker; of another one
 			handle := &op.Handle{NumRanks: 1, NumTokens: 1, NumRecvTokens: 1, RankPrefixMatrix: somewhere, SendHead: somewhere, RecvSrcIdx: somewhere, Exchange: exchange}
 			if c.bytes > 0 {
 				r.must(r.Combine(&op.CombineArgs{Hidden: 8, X: somewhere, CombinedX: somewhere, Handle: handle}, &engine.Call{}))

@@ -49,11 +49,11 @@ func (b *Buffer) Combine(a *op.CombineArgs, c *Call) error {
 	return b.launch(c, abi.OpCombine, placeOfWhole(c), &p.OpHeader, fits, func() int32 {
 		p.NumSMs = b.chooseSMs(&config, plan.SMQuery{
 			Kind: plan.KindCombine, RowBytes: 2 * uint64(a.Hidden), Tokens: int(h.NumTokens), TopK: int(max(a.NumTopK, h.NumTopK)), RecvTokens: int(h.NumRecvTokens),
-			AtOnce: b.goesAtOnce(h),
+			AtOnce: b.cameAtOnce(h),
 		})
 		p.X, p.TopKWeights, p.Bias = uint64(a.X), uint64(a.TopKWeights), [2]uint64{uint64(a.Bias[0]), uint64(a.Bias[1])}
 		p.RankPrefixMatrix, p.SendHead, p.RecvSrcIdx = uint64(h.RankPrefixMatrix), uint64(h.SendHead), uint64(h.RecvSrcIdx)
-		p.Exchange = h.Exchange
+		p.Exchange = originOf(h)
 		p.NumTokens, p.NumRecvTokens, p.Hidden, p.NumTopK = h.NumTokens, h.NumRecvTokens, int32(a.Hidden), a.NumTopK
 		p.XSegment, p.XSegmentOffset = segmentIndex(a.XSegment), a.XSegmentOffset
 		p.CombinedX, p.CombinedTopKWeights = uint64(a.CombinedX), uint64(a.CombinedTopKWeights)

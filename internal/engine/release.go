@@ -492,12 +492,17 @@ func (b *Buffer) wake() {
 }
 
 // What a handle says of its origin, in op.Handle.Exchange: from the lowest bit on the number of the notify, the number of
-// Restores before it, and Options.Maker. Kernels compare the first alone, or all.
+// Restores before it, and Options.Maker. Kernels compare the first alone, or all. Then whether the dispatch went at once,
+// as its combine does, too: also where nothing else is known.
 const (
 	exchangeBits   = 32
 	generationBits = 8
-	makerBits      = 63 - exchangeBits - generationBits // a positive number for the kernels
+	makerBits      = 62 - exchangeBits - generationBits
+	wentAtOnce     = 1 << 62 // a positive number for the kernels
 )
+
+// originOf is a handle's Exchange without how its dispatch went.
+func originOf(h *op.Handle) uint64 { return h.Exchange &^ wentAtOnce }
 
 // exchangeOf is the number of an exchange of counts of this buffer, as handles have it.
 func (b *Buffer) exchangeOf(notify uint64) uint64 {
@@ -508,6 +513,7 @@ func (b *Buffer) exchangeOf(notify uint64) uint64 {
 // outdated reports whether a handle is of a dispatch of this buffer from before a Release, or a renumbering. One that does not say where
 // it is from passes, and so does one of another buffer.
 func (b *Buffer) outdated(exchange uint64) bool {
+	exchange &^= wentAtOnce
 	origin, mine := exchange>>exchangeBits, b.exchangeOf(0)>>exchangeBits
 	return exchange != 0 && origin>>generationBits == mine>>generationBits && origin != mine
 }

@@ -179,7 +179,11 @@ func fillRoutedCombine(p *abi.CombineParams, a *op.CombineArgs) {
 	h := a.Handle
 	p.Routing, p.NumXRows, p.NumExperts, p.IndexBytes = int32(h.Routing), a.NumXRows, h.NumExperts, h.IndexType.Size()
 	p.TopKIdx, p.RecvSrcMetadata = uint64(h.TopKIdx), uint64(h.RecvSrcMetadata)
+	p.NumMaxTokens = 0
 	if h.Routing == op.RoutingNone {
+		if h.Exchange&wentAtOnce != 0 {
+			p.NumMaxTokens = abi.AtOnceRows
+		}
 		return
 	}
 	p.NumTopK, p.RecvSrcIdx, p.NumMaxTokens = h.NumTopK, 0, h.NumMaxTokens

@@ -721,7 +721,8 @@ int32_t dk_layout(dk_layout_params *p);
 /* As DEEPEP_ROUTING_* in deepep.h. Teams that span nodes need DK_ROUTING_NONE, or DK_CAP_ROUTED_NODES. */
 enum { DK_ROUTING_NONE = 0, DK_ROUTING_PLAIN = 1, DK_ROUTING_EXPANDED = 2 };
 #define DK_MAX_ROUTED_EXPERTS 2048
-/* With DK_CAP_AT_ONCE: so many rows may come to a rank where few have kernels of their own. */
+/* With DK_CAP_AT_ONCE: so many rows may come to a rank where few have kernels of their own; without a routing all ranks
+ * have room for so many at most, or all for more. */
 #define DK_AT_ONCE_ROWS 1024
 typedef struct dk_notify_params {
   DK_OP_HEADER;
@@ -801,7 +802,7 @@ typedef struct dk_dispatch_params {
   uint64_t dst_slot;               /* int32[T,K] of the notify or the handle; expanded only */
   uint64_t psum_per_expert;        /* int32[L] of the notify or the handle, with DK_DISPATCH_ZERO_PADDING or shrink */
   uint64_t recv_src_metadata;      /* int32[N,K+2]; [out] unless cached; 0: not wanted (plain) */
-  /* With DK_CAP_AT_ONCE, a routing and num_worst_tokens: host: the dk_notify_params of a notify that has not been
+  /* With DK_CAP_AT_ONCE and num_worst_tokens: host: the dk_notify_params of a notify that has not been
    * called, of the same tensors, whose counts the host does not want; the call does what both do, under this one's
    * number. DK_EUNSUPPORTED: not for these sizes, on any rank, and nothing was done. 0: the notify was called. */
   uint64_t notify;
@@ -825,7 +826,7 @@ typedef struct dk_combine_params {
   uint64_t exchange; /* as in dispatch */
   int32_t num_tokens, num_recv_tokens, hidden, num_topk;
   int32_t x_segment;      /* x lies in this rank's segment of this index; -1: in none */
-  int32_t num_max_tokens; /* that of the notify; with a routing, among nodes */
+  int32_t num_max_tokens; /* with a routing that of the notify; else DK_AT_ONCE_ROWS if the dispatch took its notify along, or 0 */
   uint64_t x_segment_offset;
   uint64_t combined_x;            /* [out] [T,H] BF16 */
   uint64_t combined_topk_weights; /* [out] [T,K] float32 */

@@ -85,6 +85,7 @@ dk_combine_params combine_params(struct combine *c) {
   p.recv_src_idx = n->recv_src.at;
   p.num_tokens = n->tokens;
   p.num_recv_tokens = n->capacity;
+  p.num_max_tokens = n->spec->at_once ? DK_AT_ONCE_ROWS : 0;
   p.hidden = c->spec->hidden;
   p.num_topk = c->spec->weights ? n->routing->topk : 0;
   p.x_segment = c->segment ? 3 : -1;

@@ -189,6 +189,7 @@ dk_notify_params notify_params(struct normal *n) {
 }
 
 void run_notify(struct normal *n) {
+  if (n->spec->at_once) return;
   dk_notify_params p = notify_params(n);
   CALL(n->team->me, notify, &p);
 }
@@ -236,6 +237,11 @@ dk_dispatch_params dispatch_params(struct normal *n, uint32_t flags) {
 
 void run_dispatch(struct normal *n, uint32_t flags) {
   dk_dispatch_params p = dispatch_params(n, flags);
+  dk_notify_params notify;
+  if (n->spec->at_once && !(flags & DK_DISPATCH_CACHED)) {
+    notify = notify_params(n);
+    p.notify = (uintptr_t)&notify;
+  }
   CALL(n->team->me, dispatch, &p);
 }
 

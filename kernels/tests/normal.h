@@ -13,6 +13,7 @@ struct normal_spec {
   bool columns;      /* scales stored column by column */
   int alignment;     /* of the counts; 0: 1 */
   int spare;         /* > 0: worst case, with this many rows more than the busiest rank receives */
+  bool at_once;      /* worst case: the dispatch takes its notify with it */
   bool trust_matrix; /* num_recv_tokens = -1 */
   bool segment;      /* recv_x in a segment, on all ranks but 0 */
   int num_sms, send_chunk, recv_chunk;

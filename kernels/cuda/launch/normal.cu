@@ -261,11 +261,13 @@ int32_t piece_chunks(const CombineParams &p, int warps) {
 
 // Whether a combine goes without tickets and flags of rows. Every rank decides alike: by what ranks compare.
 bool combines_at_once(const Team *team, const CombineParams &p) {
-  const uint64_t num_ranks = team->view.num_ranks, tokens = max(p.num_max_tokens, 0), rows = tokens * num_ranks;
-  if (shrinks(team->view) || (p.flags & DK_COMBINE_UNREDUCED) != 0 || num_ranks > kAtOnceRanks || tokens == 0)
+  const uint64_t num_ranks = team->view.num_ranks, from_each = max(p.num_max_tokens, 0);
+  const bool routed = p.routing != DK_ROUTING_NONE;
+  if (shrinks(team->view) || (p.flags & DK_COMBINE_UNREDUCED) != 0 || num_ranks > kAtOnceRanks || from_each == 0)
     return false;
-  return rows <= kAtOnceRows && rows * p.num_topk <= kAtOnceTerms && tokens <= p.ring.slots &&
-         p.session.team.nvl_bytes / 16 <= UINT32_MAX;
+  if (from_each > p.ring.slots || p.session.team.nvl_bytes / 16 > UINT32_MAX) return false;
+  if (!routed) return team->normal_copies == nullptr;  // its dispatch has looked at the rest
+  return from_each * num_ranks <= kAtOnceRows && from_each * num_ranks * p.num_topk <= kAtOnceTerms;
 }
 template <bool kBulk>
 int32_t launch_combine_at_once(dk_combine_params *p, const CombineParams &c, int blocks) {
@@ -274,20 +276,17 @@ int32_t launch_combine_at_once(dk_combine_params *p, const CombineParams &c, int
   const int with_rows = row_blocks_of(blocks);
   CombineAtOnceParams params{c};
   params.by_chunks = Divisor(c.row_bytes / 16);
-  params.by_topk = Divisor(c.num_topk);
-  params.by_local = Divisor(c.num_experts / team->view.num_ranks);
+  params.by_topk = Divisor(max(c.num_topk, 1));
+  params.by_local = Divisor(max(c.num_experts / team->view.num_ranks, 1));
   params.rows_each = ceil_div(max(c.num_recv_tokens, 0), with_rows);
   params.tokens_each = ceil_div(c.num_tokens, with_rows);
-  const size_t limit = shared_limit<kBulk>(*team->device);
-  const auto bytes = [&](uint32_t stages) {
-    return CombineAtOnceShared(c, params.rows_each, params.tokens_each, stages).bytes;
-  };
-  if (bytes(0) > shared_limit<false>(*team->device)) return DK_EINVAL;  // more rows than the handle's number of tokens
-  while (kBulk && params.term_stages < kMaxTermStages && bytes(params.term_stages + 1) <= limit) ++params.term_stages;
-  if constexpr (kBulk)  // one stage would be filled and emptied in turn
-    if (params.term_stages < 2) return launch_combine_at_once<false>(p, c, blocks);
+  if (CombineAtOnceShared(c, params.rows_each, params.tokens_each, 0).bytes > shared_limit<false>(*team->device))
+    return DK_EINVAL;  // more rows than the handle's number of tokens
+  if (kBulk) params.term_bytes = term_bytes_for(c.row_bytes, max(params.tokens_each, 1u));
+  const size_t shared = CombineAtOnceShared(c, params.rows_each, params.tokens_each, params.term_bytes).bytes;
+  if constexpr (kBulk)
+    if (shared > shared_limit<true>(*team->device)) return launch_combine_at_once<false>(p, c, blocks);
   const OnDevice on(team->device);
-  const size_t shared = bytes(params.term_stages);
   deep_ep::intranode::combine_at_once<kBulk><<<blocks, kAtOnceThreads, shared, stream_of(p->stream)>>>(params);
   return launched(p);
 }
@@ -356,6 +355,8 @@ DispatchParams dispatch_params(const dk_dispatch_params *p) {
   const auto *team = handle_of<Team>(p->team);
   if (shrinks(team->view) && !is_remote(team)) d.recv_segment = -1;
   if (d.routing != DK_ROUTING_NONE) return d;
+  d.recv_scale_token_stride = d.num_scales;
+  d.recv_scale_stride = 1;
   if (d.cached()) d.num_topk = d.num_worst_tokens = 0;
   if (d.num_topk == 0) d.num_experts = 0;
   return d;
@@ -363,16 +364,17 @@ DispatchParams dispatch_params(const dk_dispatch_params *p) {
 
 bool is_aligned(uint64_t address) { return address % 16 == 0; }
 
-// Whether one kernel makes both calls. Every rank decides alike: by what ranks compare. Not without a routing: rows may
-// come before the call, and the nvl region is the caller's between calls of V1.
+// Whether one kernel makes both calls. Every rank decides alike: by what ranks compare, without a routing by whether
+// there is room for more than DK_AT_ONCE_ROWS.
 bool goes_at_once(const Team *team, const dk_notify_params &n, const DispatchParams &d, const RingShape &ring) {
-  const uint32_t num_ranks = team->view.num_ranks, counts = at_once_counts(d), from_each = d.num_max_tokens,
-                 rows = from_each * num_ranks;
+  const bool routed = is_routed(d);
+  const uint32_t num_ranks = team->view.num_ranks, counts = at_once_counts(d),
+                 from_each = routed ? d.num_max_tokens : kAtOnceRows, rows = routed ? from_each * num_ranks : from_each;
   if (shrinks(team->view) || team->normal_copies != nullptr || num_ranks > kAtOnceRanks) return false;
-  if (d.routing == DK_ROUTING_NONE || n.num_worst_tokens < 1) return false;
+  if (n.num_worst_tokens < 1 || (!routed && n.num_worst_tokens > static_cast<int32_t>(kAtOnceRows))) return false;
   return counts * num_ranks <= kAtOnceCounts && 2 * counts <= counts_words(num_ranks) &&
-         from_each * d.num_topk <= kAtOnceChoices && rows <= kAtOnceRows && rows * d.num_topk <= kAtOnceTerms &&
-         from_each <= ring.slots;
+         (!routed || from_each * d.num_topk <= kAtOnceChoices) && rows <= kAtOnceRows &&
+         rows * d.num_topk <= kAtOnceTerms && from_each <= ring.slots;
 }
 
 // Both calls; DK_EUNSUPPORTED: each has to be made by itself.
@@ -383,19 +385,22 @@ int32_t launch_at_once(dk_dispatch_params *p, const DispatchParams &d, int block
   const uint32_t num_ranks = team->view.num_ranks;
   const RingShape ring = ring_shape(team->view.nvl_bytes, num_ranks, d.row_bytes, align_up(4 * at_once_words(d), 16u));
   if (!goes_at_once(team, n, d, ring)) return DK_EUNSUPPORTED;
+  const uint32_t most_rows = is_routed(d) ? d.num_max_tokens * num_ranks : d.num_worst_tokens;
   AtOnceParams params{RoutedNotifyParams{{n, d.session}}, d};
   params.ring = ring;
   params.by_chunks = Divisor(d.row_bytes / 16);
   params.by_words = Divisor(at_once_words(d));
-  params.by_topk = Divisor(d.num_topk);
+  params.by_topk = Divisor(max(d.num_topk, 1));
   params.by_ranks = Divisor(num_ranks);
-  params.by_local = Divisor(d.meta.num_local);
+  params.by_experts = Divisor(max(d.num_experts, 1));
+  params.by_local = Divisor(max(d.meta.num_local, 1u));
   blocks = min(blocks, kAtOnceBlocks);
   do {  // a block alone may not have the room for all
     const int with_rows = row_blocks_of(blocks);
     params.tokens_each = ceil_div(d.num_tokens, with_rows);
-    params.rows_each = ceil_div<uint32_t>(d.num_max_tokens * num_ranks, with_rows);
+    params.rows_each = ceil_div<uint32_t>(most_rows, with_rows);
   } while (AtOnceShared(params).bytes > shared_limit<false>(*team->device) && blocks++ < kAtOnceBlocks);
+  if (AtOnceShared(params).bytes > shared_limit<false>(*team->device)) return DK_EINVAL;  // tokens that go nowhere
   if constexpr (kBulk) {
     const size_t limit = shared_limit<true>(*team->device);
     params.copy_bytes = min(d.row_bytes, kCopyPiece);
@@ -464,7 +469,7 @@ DK_EXPORT int32_t dk_combine(dk_combine_params *p) {
   const int blocks = blocks_for(team, p->num_sms);
   if (is_remote(team)) return internode_combine(p, c, blocks);
   if (c.ring.slots == 0) return DK_EUNSUPPORTED;  // nvl region under min_nvl_bytes
-  const bool at_once = c.routing != DK_ROUTING_NONE && combines_at_once(team, c);
+  const bool at_once = combines_at_once(team, c);
 #if DEEPEP_SM90
   if (team->device->bulk && at_once) return launch_combine_at_once<true>(p, c, blocks);
   if (team->device->bulk)

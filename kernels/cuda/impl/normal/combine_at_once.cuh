@@ -1,5 +1,5 @@
-// combine_at_once.cuh - combine of few rows where the handle keeps the routing: rows leave before any rank has
-// answered, and each block sums its tokens once all rows are here, in the order of the token's choices.
+// combine_at_once.cuh - combine of few rows: they leave all together, and each block sums its tokens once all rows are
+// here, with a routing in the order of the token's choices, without one in that of the ranks.
 #pragma once
 #include "cuda/common/bf16.cuh"
 #include "cuda/impl/normal/at_once_bulk.cuh"
@@ -17,28 +17,33 @@ struct SentRow {
   uint8_t *to;
 };
 
+// Of a token's sum.
+__host__ __device__ inline uint32_t most_terms(const CombineParams &p) {
+  return p.routing == DK_ROUTING_NONE ? p.session.team.num_ranks : p.num_topk;
+}
+
 // Shared memory of a block, in this order: dests, sources; each row that the block sends, and with expanded rows how
 // many rows it is the sum of, and which; of each token that it sums how many rows that takes, where
-// they lie in the nvl region, in units of 16 bytes, and where the weight of each choice does.
+// they lie in the nvl region, in units of 16 bytes, and where the weight of each choice, or those of each row, do.
 struct CombineAtOnceShared {
   uint32_t sources, sent, row_terms, token_terms, arrived, stages, bytes;
   __host__ __device__ CombineAtOnceShared(const CombineParams &p, uint32_t rows_each, uint32_t tokens_each,
-                                          uint32_t term_stages) {
+                                          uint32_t term_bytes) {
     const uint32_t num_ranks = p.session.team.num_ranks;
     sources = num_ranks * static_cast<uint32_t>(sizeof(CombineDest));
     sent = sources + num_ranks * static_cast<uint32_t>(sizeof(CombineSource));
     row_terms = sent + rows_each * static_cast<uint32_t>(sizeof(SentRow));
     token_terms = row_terms + (p.routing == DK_ROUTING_EXPANDED ? rows_each * (p.num_topk + 1) * 4 : 0);
-    arrived = align_up<uint32_t>(token_terms + tokens_each * (2 * p.num_topk + 1) * 4, 8);
-    stages = align_up<uint32_t>(arrived + 2 * kAtOnceWarps * term_stages * 8, 128);
-    bytes = stages + kAtOnceWarps * term_stages * kTermBytes;
+    arrived = align_up<uint32_t>(token_terms + tokens_each * (2 * most_terms(p) + 1) * 4, 8);
+    stages = align_up<uint32_t>(arrived + 2 * kGroups * kTermStages * 8, 128);
+    bytes = stages + kGroups * kTermStages * term_bytes;
   }
 };
 
 struct CombineAtOnceParams {
   CombineParams combine;
   uint32_t rows_each = 0, tokens_each = 0;     // of a block, at most
-  uint32_t term_stages = 0;                    // of a warp, where bulk copies bring terms
+  uint32_t term_bytes = 0;                     // of a term, that bulk copies bring at a time
   Divisor by_chunks{}, by_topk{}, by_local{};  // numbers of 16 bytes of a row, of choices, of experts of a rank
 };
 
@@ -48,7 +53,7 @@ struct CombineAtOnce {
   const CombineAtOnceParams &all;
   uint8_t *shared;
   uint64_t epoch;
-  const CombineAtOnceShared at{all.combine, all.rows_each, all.tokens_each, all.term_stages};
+  const CombineAtOnceShared at{all.combine, all.rows_each, all.tokens_each, all.term_bytes};
 
   static constexpr uint32_t kNothing = ~0u;
   static constexpr int32_t kWrongTerms = -1;  // how many rows a row is the sum of, where one is outside x
@@ -57,6 +62,7 @@ struct CombineAtOnce {
   __device__ const Session &s() const { return all.combine.session; }
   __device__ int num_ranks() const { return s().team.num_ranks; }
   __device__ bool is_expanded() const { return p().routing == DK_ROUTING_EXPANDED; }
+  __device__ bool is_routed() const { return p().routing != DK_ROUTING_NONE; }
   __device__ int chunks() const { return static_cast<int>(all.by_chunks.by); }
   __device__ CombineDest *dests() const { return reinterpret_cast<CombineDest *>(shared); }
   __device__ CombineSource *sources() const { return reinterpret_cast<CombineSource *>(shared + at.sources); }
@@ -65,7 +71,7 @@ struct CombineAtOnce {
     return reinterpret_cast<int32_t *>(shared + at.row_terms) + i * (p().num_topk + 1);
   }
   __device__ uint32_t *terms_of_token(int i) const {  // their number, then they, then the weights
-    return reinterpret_cast<uint32_t *>(shared + at.token_terms) + i * (2 * p().num_topk + 1);
+    return reinterpret_cast<uint32_t *>(shared + at.token_terms) + i * (2 * most_terms(p()) + 1);
   }
   __device__ uint8_t *here() const { return s().team.self + s().team.nvl; }
   __device__ int rows() const { return dests()[num_ranks() - 1].first_row + dests()[num_ranks() - 1].num_rows; }
@@ -156,22 +162,23 @@ struct CombineAtOnce {
       return call.p().x() + static_cast<int64_t>(call.terms_of_row(i)[1 + t]) * call.p().row_bytes;
     }
     __device__ void begin(int, int, float (&)[8]) const {}
-    __device__ void end(int i, int chunk, const float (&sum)[8]) const {
+    __device__ void end(int i, int chunk, float (&sum)[8]) const {
       uint4 data = round_bf16(sum);
       if (num_terms(i) == kWrongTerms) data = {kNanPair, kNanPair, kNanPair, kNanPair};
       if (call.sent()[i].to != nullptr) ptx::st_stream(call.sent()[i].to + 16 * chunk, data);
     }
   };
-  // `which` of the kernel's two uses of the stages.
+  // `which` of the kernel's two uses of the stages, each with barriers of its own. Groups of warps that are not whole
+  // take no part.
   template <int kThreads, class Job>
   __device__ void sum_items([[maybe_unused]] int which, const Job &job, int items) const {
     if constexpr (kBulk) {
 #if DEEPEP_HAS_BULK_COPY
-      const int stages = static_cast<int>(all.term_stages), first = warp_id() * stages;
-      auto *arrived = reinterpret_cast<uint64_t *>(shared + at.arrived) + which * kAtOnceWarps * stages;
-      TermSums<Job>{job, items, kThreads / kWarp, p().row_bytes, shared + at.stages + first * kTermBytes,
-                    arrived + first, stages}
-          .run(warp_id());
+      constexpr int kWhole = kThreads / kGroupThreads;
+      const int group = static_cast<int>(threadIdx.x) / kGroupThreads;
+      auto *arrived = reinterpret_cast<uint64_t *>(shared + at.arrived) + (which * kGroups + group) * kTermStages;
+      uint8_t *stages = shared + at.stages + group * kTermStages * all.term_bytes;
+      if (group < kWhole) TermSums<Job>{job, items, kWhole, p().row_bytes, all.term_bytes, stages, arrived}.run();
 #endif
       return;
     }
@@ -181,12 +188,11 @@ struct CombineAtOnce {
           base, total, [&](const Chunk &chunk, float (&sum)[8]) { job.begin(chunk.item, chunk.at, sum); },
           [&](const Chunk &chunk) { return job.num_terms(chunk.item); },
           [&](const Chunk &chunk, int t) { return ptx::ld_stream(job.term(chunk.item, t) + 16ull * chunk.at); },
-          [&](const Chunk &chunk, const float (&sum)[8]) { job.end(chunk.item, chunk.at, sum); });
+          [&](const Chunk &chunk, float (&sum)[8]) { job.end(chunk.item, chunk.at, sum); });
   }
   __device__ void init_stages() const {
 #if DEEPEP_HAS_BULK_COPY
-    const int all_stages = 2 * kAtOnceWarps * static_cast<int>(all.term_stages);
-    for (int i = threadIdx.x; kBulk && i < all_stages; i += kAtOnceThreads)
+    for (int i = threadIdx.x; kBulk && i < static_cast<int>(2 * kGroups * kTermStages); i += kAtOnceThreads)
       ptx::mbarrier_init(reinterpret_cast<uint64_t *>(shared + at.arrived) + i, 1);
     ptx::mbarrier_init_fence();
 #endif
@@ -208,6 +214,15 @@ struct CombineAtOnce {
 
   // ---- Summing
 
+  // Whole warp, without a routing: lane r has the number of the row from rank r, -1: none.
+  __device__ void keep_ranks(uint32_t *to, int head) const {
+    const uint32_t chosen = __ballot_sync(kAllLanes, head >= 0);
+    const int lane = lane_id(), before = __popc(chosen & ((1u << lane) - 1));
+    if (lane == 0) to[0] = __popc(chosen);
+    if (head < 0) return;
+    to[1 + before] = static_cast<uint32_t>(p().ring.payload(lane, head) / 16);
+    to[1 + num_ranks() + before] = static_cast<uint32_t>(p().ring.meta(lane, head) / 16);
+  }
   // A warp for each token of the block: what it is the sum of, which needs no rows. Not the first warp, which is busy
   // with the flags.
   __device__ void find_terms() const {
@@ -218,6 +233,10 @@ struct CombineAtOnce {
       const int most = lane < ranks ? min(sources()[lane].num_rows, static_cast<int>(p().ring.slots)) : 0;
       if (head >= most) report_refusal(s(), kVoid, DK_EINVAL, s().team.rank, DK_FIELD_SEND_HEAD, most - 1, head);
       if (head >= most) head = -1;
+      if (!is_routed()) {
+        keep_ranks(terms_of_token(i), head);
+        continue;
+      }
       int rank = -1;
       if (lane < topk) {
         const int64_t expert = load_index(pointer<const void>(p().topk_idx), token * topk + lane, p().index_bytes);
@@ -247,12 +266,16 @@ struct CombineAtOnce {
     }
     __device__ int num_terms(int i) const { return static_cast<int>(call.terms_of_token(i)[0]); }
     __device__ const uint8_t *term(int i, int t) const { return call.here() + 16ull * call.terms_of_token(i)[1 + t]; }
-    __device__ void begin(int i, int chunk, float (&sum)[8]) const {
+    __device__ void add_biases(int i, int chunk, float (&sum)[8]) const {
 #pragma unroll 1
       for (int b = 0; b < 2; ++b)
         if (call.p().bias(b) != nullptr) add_bf16(sum, ptx::ld_stream(call.p().bias(b) + out_of(i, chunk)));
     }
-    __device__ void end(int i, int chunk, const float (&sum)[8]) const {
+    __device__ void begin(int i, int chunk, float (&sum)[8]) const {
+      if (call.is_routed()) add_biases(i, chunk, sum);
+    }
+    __device__ void end(int i, int chunk, float (&sum)[8]) const {
+      if (!call.is_routed()) add_biases(i, chunk, sum);
       ptx::st_stream(call.p().combined_x() + out_of(i, chunk), round_bf16(sum));
     }
   };
@@ -261,9 +284,12 @@ struct CombineAtOnce {
     for (int j = threadIdx.x; p().combined_topk_weights() != nullptr && j < num_items(p().num_tokens) * topk;
          j += kAtOnceThreads) {
       const Chunk choice = chunk_at(j, all.by_topk);
-      const uint32_t from = terms_of_token(choice.item)[1 + topk + choice.at];
-      p().combined_topk_weights()[static_cast<int64_t>(item_at(choice.item)) * topk + choice.at] =
-          from == kNothing ? 0 : reinterpret_cast<const float *>(here() + 16ull * from)[choice.at];
+      const uint32_t *terms = terms_of_token(choice.item), *from = terms + 1 + most_terms(p());
+      const auto weight = [&](uint32_t at) { return reinterpret_cast<const float *>(here() + 16ull * at)[choice.at]; };
+      float sum = 0;
+      for (uint32_t t = 0; !is_routed() && t < terms[0]; ++t) sum += weight(from[t]);
+      if (is_routed() && from[choice.at] != kNothing) sum = weight(from[choice.at]);
+      p().combined_topk_weights()[static_cast<int64_t>(item_at(choice.item)) * topk + choice.at] = sum;
     }
   }
 
@@ -279,10 +305,10 @@ struct CombineAtOnce {
     init_stages();
     set_up_combine(p(), dests(), sources());
     if (!refused) find_rows();
-    if (!await_finished(s(), epoch, finished)) return;
+    if (!await_room(s(), hand, finished, is_routed())) return;
     bool good = true;
     if (is_control()) {
-      good = await_messages(s(), hand, lane_id(), kWarp);
+      good = !is_routed() || await_messages(s(), hand, lane_id(), kWarp);
     } else if (!refused) {
       if (is_expanded())
         sum_items<kSendingThreads>(0, SentSums{*this}, num_items(rows()));

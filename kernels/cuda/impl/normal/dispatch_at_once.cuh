@@ -1,6 +1,6 @@
-// dispatch_at_once.cuh - a dispatch of few rows whose handle keeps the routing and whose outputs have room for any: one
-// kernel counts, sends and receives. A row's place in the ring follows from its own rank's tokens alone; its final
-// place follows from all ranks' counts, which cross at the same time, each word beside the number of the call.
+// dispatch_at_once.cuh - a dispatch of few rows whose outputs have room for any: one kernel counts, sends and receives.
+// A row's place in the ring follows from its own rank's tokens alone; its final place follows from all ranks' counts,
+// which cross at the same time, each word beside the number of the call.
 #pragma once
 #include "cuda/impl/normal/at_once_bulk.cuh"
 #include "cuda/impl/normal/dispatch_kernel.cuh"
@@ -19,17 +19,18 @@ struct AtOnceParams {
   uint32_t tokens_each = 0, rows_each = 0;  // of a block, at most: what it sends, what it receives
   uint32_t copiers = 0, copy_bytes = 0;     // threads that copy pieces of so many bytes of rows
   RingShape ring{};
-  Divisor by_chunks{}, by_words{}, by_topk{}, by_ranks{}, by_local{};  // 16 bytes and words of a row, choices, …
+  Divisor by_chunks{}, by_words{}, by_topk{}, by_ranks{}, by_experts{}, by_local{};  // 16 bytes, words of a row, …
 };
 
 // Words of a row's metadata: scales, weights, experts, expanded: the place of each choice among its rank's rows for the
 // expert; the token.
+__host__ __device__ inline bool is_routed(const DispatchParams &p) { return p.routing != DK_ROUTING_NONE; }
 __host__ __device__ inline uint32_t at_once_words(const DispatchParams &p) {
   return p.num_scales + (p.routing == DK_ROUTING_EXPANDED ? 3 : 2) * p.num_topk + 1;
 }
-// Counts that each rank sends: rows to each rank; choices of each expert.
+// Counts that each rank sends: rows to each rank; with a routing choices of each expert.
 __host__ __device__ inline uint32_t at_once_counts(const DispatchParams &p) {
-  return p.session.team.num_ranks + p.num_experts;
+  return p.session.team.num_ranks + (is_routed(p) ? p.num_experts : 0);
 }
 // Never one of the counts that other kernels leave there.
 __device__ inline uint64_t tagged_count(uint64_t epoch, uint32_t count) { return (epoch | 1ull << 31) << 32 | count; }
@@ -44,7 +45,7 @@ struct AtOnceShared {
   uint32_t dests, first, total, ranks, table, starts, arrivals, heads, places, positions, codes, masks, arrived, stages, bytes;
   __host__ __device__ explicit AtOnceShared(const AtOnceParams &p) {
     const DispatchParams &d = p.dispatch;
-    const uint32_t num_ranks = d.session.team.num_ranks, experts = d.num_experts, tokens = d.num_tokens;
+    const uint32_t num_ranks = d.session.team.num_ranks, experts = at_once_counts(d) - num_ranks, tokens = d.num_tokens;
     dests = 0;
     first = num_ranks * 16;
     total = first + experts * 4;
@@ -57,7 +58,7 @@ struct AtOnceShared {
     places = heads + p.tokens_each * num_ranks * 4;
     positions = places + (expanded ? p.rows_each * d.num_topk * 4 : 0);
     codes = positions + (expanded ? p.tokens_each * d.num_topk * 2 : 0);
-    masks = align_up<uint32_t>(codes + tokens * d.num_topk * 2, 16);
+    masks = align_up<uint32_t>(codes + (is_routed(d) ? tokens * d.num_topk * 2 : 0), 16);
     arrived = align_up<uint32_t>(masks + tokens * 4, 8);
     stages = align_up<uint32_t>(arrived + p.copiers * 8, 128);
     bytes = stages + p.copiers * p.copy_bytes;
@@ -145,7 +146,8 @@ struct AtOnce {
 #pragma unroll
     for (int u = 0; u < kEarlyChoices; ++u) {
       const int i = base + u * kAtOnceThreads;
-      expert[u] = i < d().num_tokens * d().num_topk ? load_index(d().topk_idx(), i, d().index_bytes) : -1;
+      const bool named = is_routed(d()) && i < d().num_tokens * d().num_topk;
+      expert[u] = named ? load_index(d().topk_idx(), i, d().index_bytes) : -1;
     }
   }
   __device__ void read_choices(const EarlyRows &early, int64_t &wrong) const {
@@ -167,6 +169,13 @@ struct AtOnce {
         atomicAdd(part<int32_t>(at.total) + e, 1);
         atomicOr(part<uint32_t>(at.masks) + chunk_at(i, p.by_topk).item, 1u << p.by_local.quotient(e));
       }
+    }
+  }
+  // Without a routing: which ranks a token goes to says the caller.
+  __device__ void read_token_in_rank() const {
+    for (int i = threadIdx.x; i < d().num_tokens * num_ranks(); i += kAtOnceThreads) {
+      const Chunk at_rank = chunk_at(i, p.by_ranks);
+      if (n().token_in_rank()[i] != 0) atomicOr(part<uint32_t>(at.masks) + at_rank.item, 1u << at_rank.at);
     }
   }
   __device__ bool goes_to(int token, int r) const {
@@ -196,7 +205,10 @@ struct AtOnce {
     }
   }
   __device__ Handshake handshake(int64_t wrong) const {
-    Handshake hand = routed_notify_handshake(n(), epoch, wrong);
+    Handshake hand = is_routed(d()) ? routed_notify_handshake(n(), epoch, wrong) : notify_handshake(n(), epoch);
+    for (int r = 0; !is_routed(d()) && r < num_ranks(); ++r)
+      if (n().tokens_per_rank()[r] != own_rows()[r])
+        add_refusal(hand, DK_FIELD_TOKENS_PER_RANK, own_rows()[r], n().tokens_per_rank()[r]);
     hand.mine.flags |=
         kHandshakeAtOnce | (d().has_weights() ? kHandshakeWeights : 0) | (d().num_tokens == 0 ? kHandshakeSilent : 0);
     return hand;
@@ -215,45 +227,54 @@ struct AtOnce {
   __device__ uint64_t *counts_of(int owner, int source) const {
     return reinterpret_cast<uint64_t *>(s().team.counts(owner, epoch % kHandshakeCopies, source));
   }
-  // The last warp: waits for all ranks' messages, and takes their counts into the table; those of experts only where the
-  // block needs them. False: a rank refuses the call, or the team has failed.
-  __device__ bool await_counts(const Handshake &hand) const {
-    constexpr int kAhead = 4;  // loads in flight
-    const int words = at_once_counts(d()), wanted = sums_experts() ? words : num_ranks(), all = wanted * num_ranks();
-    bool good = await_messages(s(), hand, lane_id(), kWarp);
-    for (int base = lane_id(); good && base < all; base += kWarp * kAhead) {
-      uint64_t seen[kAhead];
-      bool late = false;
-#pragma unroll
-      for (int u = 0; u < kAhead; ++u)
-        seen[u] = base + u * kWarp < all ? ptx::ld_relaxed_sys(count_at(base + u * kWarp, wanted)) : tagged_count(epoch, 0);
-#pragma unroll
-      for (int u = 0; u < kAhead; ++u) {
-        late |= !is_count(seen[u]);
-        if (base + u * kWarp < all) keep_count(base + u * kWarp, wanted, seen[u]);
-      }
-      for (int i = base; late && good && i < min(base + kWarp * kAhead, all); i += kWarp) good = await_count(i, wanted);
+  // The last warp, while the others send: waits for all ranks' messages, and takes the counts of their rows into the
+  // table. False: a rank refuses the call, or the team has failed.
+  __device__ bool await_row_counts(const Handshake &hand) const {
+    bool good = !is_routed(d()) || await_messages(s(), hand, lane_id(), kWarp);
+    for (int i = lane_id(); good && i < num_ranks() * num_ranks(); i += kWarp) {
+      const Chunk count = chunk_at(i, p.by_ranks);
+      good = await_count(count.item, count.at);
     }
     return good;
   }
-  // Of the counts that the block wants from each rank, one after the other.
-  __device__ const uint64_t *count_at(int i, int wanted) const {
-    return counts_of(s().team.rank, i / wanted) + i % wanted;
-  }
-  __device__ bool is_count(uint64_t seen) const { return seen >> 32 == tagged_count(epoch, 0) >> 32; }
-  __device__ void keep_count(int i, int wanted, uint64_t seen) const {
-    part<uint32_t>(at.table)[i / wanted * at_once_counts(d()) + i % wanted] = static_cast<uint32_t>(seen);
-  }
-  __device__ bool await_count(int i, int wanted) const {
-    uint64_t seen = 0, waited = 0;
-    const bool good = wait_or_fail(s(), i / wanted, static_cast<int64_t>(epoch), waited, [&](int64_t &) {
-      seen = ptx::ld_relaxed_sys(count_at(i, wanted));
-      return is_count(seen);
-    });
-    keep_count(i, wanted, seen);
+  // All warps but the first, which is busy with the flags: the counts of experts likewise.
+  __device__ bool await_expert_counts() const {
+    constexpr int kAhead = 4, kStep = kAtOnceThreads - kWarp;  // loads in flight
+    const int all = num_ranks() * d().num_experts;
+    bool good = true;
+    for (int base = static_cast<int>(threadIdx.x) - kWarp; good && base >= 0 && base < all; base += kStep * kAhead) {
+      Chunk count[kAhead];
+      uint64_t seen[kAhead];
+#pragma unroll
+      for (int u = 0; u < kAhead; ++u) {
+        count[u] = chunk_at(min(base + u * kStep, all - 1), p.by_experts);
+        seen[u] = ptx::ld_relaxed_sys(count_of(count[u].item, num_ranks() + count[u].at));
+      }
+#pragma unroll
+      for (int u = 0; u < kAhead; ++u) {
+        if (is_count(seen[u]))
+          keep_count(count[u].item, num_ranks() + count[u].at, seen[u]);
+        else
+          good = good && await_count(count[u].item, num_ranks() + count[u].at);
+      }
+    }
     return good;
   }
-  __device__ bool sums_experts() const { return is_expanded() || blockIdx.x == 0; }
+  __device__ const uint64_t *count_of(int source, int which) const { return counts_of(s().team.rank, source) + which; }
+  __device__ bool is_count(uint64_t seen) const { return seen >> 32 == tagged_count(epoch, 0) >> 32; }
+  __device__ void keep_count(int source, int which, uint64_t seen) const {
+    part<uint32_t>(at.table)[source * at_once_counts(d()) + which] = static_cast<uint32_t>(seen);
+  }
+  __device__ bool await_count(int source, int which) const {
+    uint64_t seen = 0, waited = 0;
+    const bool good = wait_or_fail(s(), source, static_cast<int64_t>(epoch), waited, [&](int64_t &) {
+      seen = ptx::ld_relaxed_sys(count_of(source, which));
+      return is_count(seen);
+    });
+    keep_count(source, which, seen);
+    return good;
+  }
+  __device__ bool sums_experts() const { return is_expanded() || (is_routed(d()) && blockIdx.x == 0); }
 
   // ---- Sending, by all warps but the last one
 
@@ -322,6 +343,10 @@ struct AtOnce {
   }
   // The expert that a choice names; -1: none.
   __device__ int expert_of(int token, int k) const {
+    if (!is_routed(d())) {
+      const int64_t expert = load_index(d().topk_idx(), static_cast<int64_t>(token) * d().num_topk + k, d().index_bytes);
+      return expert < 0 || expert >= d().num_experts ? -1 : static_cast<int>(expert);
+    }
     const uint32_t code = part<uint16_t>(at.codes)[token * d().num_topk + k];
     return code == kNone ? -1 : static_cast<int>(code);
   }
@@ -392,6 +417,7 @@ struct AtOnce {
   // But for the slots of expanded rows.
   __device__ void write_handle() const {
     write_heads();
+    if (!is_routed(d())) return;
     if (!is_expanded()) write_slots();
     if (n().topk_copy() != nullptr) d().index_bytes == 8 ? copy_choices<int64_t>() : copy_choices<int32_t>();
   }
@@ -558,6 +584,7 @@ struct AtOnce {
       if (places_of(i)[k] >= 0) d().recv_topk_weights()[places_of(i)[k]] = weight;
       return;
     }
+    if (!is_routed(d()) && local_number(expert_word(i, k)) < 0) weight = 0;
     d().recv_topk_weights()[static_cast<int64_t>(item_at(i)) * d().num_topk + k] = weight;
   }
   __device__ void receive_expert(int i, int k, uint32_t expert) const {
@@ -574,6 +601,7 @@ struct AtOnce {
   }
   __device__ void receive_token(int i, int token) const {
     const int topk = d().num_topk, row = item_at(i);
+    if (d().recv_src_idx() != nullptr) d().recv_src_idx()[row] = token;
     if (d().recv_src_metadata == 0) return;
     int last = -1;
 #pragma unroll 4
@@ -588,17 +616,10 @@ struct AtOnce {
   __device__ void fill(int rows) const {
     if (row_block() < 0) return;
     const int worker = warp_id() * row_blocks() + row_block(), workers = kAtOnceWarps * row_blocks();
-    is_expanded() ? write_padding(worker, workers) : pad(rows, worker * kWarp + lane_id(), workers * kWarp);
-  }
-  // Rows that no source sends: index -1, weight 0.
-  __device__ void pad(int rows, int64_t first, int64_t step) const {
-    const int64_t begin = static_cast<int64_t>(rows) * d().num_topk,
-                  end = static_cast<int64_t>(d().num_worst_tokens) * d().num_topk;
-    for (int64_t i = begin + first; i < end; i += step) {
-      for (int w = 0; d().recv_topk_idx() != nullptr && w < d().index_words(); ++w)
-        static_cast<uint32_t *>(d().recv_topk_idx())[i * d().index_words() + w] = 0xffffffffu;
-      if (d().recv_topk_weights() != nullptr) d().recv_topk_weights()[i] = 0;
-    }
+    if (is_expanded())
+      write_padding(worker, workers);
+    else  // below 0: the call fails
+      name_nothing(d(), max(rows, 0), d().num_worst_tokens, worker * kWarp + lane_id(), workers * kWarp);
   }
   // Likewise, where the caller wants them: zeros behind each expert's rows.
   __device__ void write_padding(int worker, int workers) const {
@@ -617,7 +638,7 @@ struct AtOnce {
   __device__ CountTable table() const { return {s().team, epoch, part<uint32_t>(at.table), at_once_counts(d())}; }
   // The last warp, while the others send. False: the block moves no rows to their places.
   __device__ bool take_counts(const Handshake &hand) const {
-    const bool here = await_counts(hand);
+    const bool here = await_row_counts(hand);
     if (__any_sync(kAllLanes, !here) != 0 || sums_experts()) return here;
     if (!sum_ranks<false>(n(), table(), 0, 1)) return false;
     find_arrivals(num_rows(), lane_id(), kWarp);
@@ -629,7 +650,7 @@ struct AtOnce {
     init_copiers();
     clear();
     __syncthreads();
-    read_choices(early, wrong);
+    is_routed(d()) ? read_choices(early, wrong) : read_token_in_rank();
     if (__syncthreads_or(wrong >= 0) != 0) wrong = any_of_block(wrong);
     number_rows();
     __syncthreads();
@@ -640,7 +661,7 @@ struct AtOnce {
       publish_newest_by_last_warp(s().team);
     }
     if (is_expanded()) place_choices();
-    if (!await_finished(s(), epoch, finished)) return;
+    if (!await_room(s(), hand, finished, is_routed(d()))) return;
     bool good = true;
     if (is_control()) {
       good = take_counts(hand);
@@ -651,16 +672,17 @@ struct AtOnce {
     announce_rows(s(), epoch);
     write_handle();
     if (sums_experts()) {
+      good = good && await_expert_counts();
       if (__syncthreads_or(!good) != 0 || !sum_routing<false>(n(), counts(), table())) return;
       if (blockIdx.x == 0) add_to_stats(n(), counts());
       if (is_expanded()) find_starts();
       find_arrivals(num_rows(), threadIdx.x, kAtOnceThreads);
     }
-    if (!await_rows(s(), epoch, good)) return;
     const int rows = num_rows();
+    if (good) fill(rows);
+    if (!await_rows(s(), epoch, good)) return;
     if (is_expanded()) find_places(rows);
     warp_id() < kRowWarps ? receive_rows(rows) : receive_metas(rows);
-    fill(rows);
     if (is_expanded()) write_slots();
   }
   // A thread's value that is not below 0, for all; -1: there is none.
@@ -679,7 +701,7 @@ __device__ inline void end_at_once(const AtOnceParams &p, bool failed) {
   const DispatchParams &d = p.dispatch;
   if (failed && d.routing == DK_ROUTING_EXPANDED) clear_expanded_outputs(d);
   if (failed && d.routing != DK_ROUTING_EXPANDED) clear_dispatch_outputs(d);
-  if (failed) void_routing(p.notify);
+  if (failed && is_routed(d)) void_routing(p.notify);
   if (failed) void_notify(p.notify);
   if (threadIdx.x == 0) end_epoch_of(d.session.team, d.session.team.scratch->epoch + 1);
 }

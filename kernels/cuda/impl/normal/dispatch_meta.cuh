@@ -310,14 +310,7 @@ __device__ inline void spread_meta(const DispatchParams &p, int rows, int64_t fi
 __device__ inline void pad_meta(const DispatchParams &p, int worker, int num_workers) {
   const int num_ranks = p.session.team.num_ranks;
   const int64_t arrived = p.rank_prefix_matrix()[(num_ranks - 1) * num_ranks + p.session.team.rank];
-  const int64_t end = static_cast<int64_t>(p.num_worst_tokens) * p.num_topk;
-  for (int64_t i = arrived * p.num_topk + worker * kWarp + lane_id(); i < end;
-       i += static_cast<int64_t>(num_workers) * kWarp) {
-    if (p.recv_topk_idx() != nullptr)
-      for (int w = 0; w < p.index_words(); ++w)
-        static_cast<uint32_t *>(p.recv_topk_idx())[i * p.index_words() + w] = 0xffffffffu;
-    if (p.recv_topk_weights() != nullptr) p.recv_topk_weights()[i] = 0;
-  }
+  name_nothing(p, arrived, p.num_worst_tokens, worker * kWarp + lane_id(), num_workers * kWarp);
 }
 
 // Returns a slot of the source's ring here to the source. Not inlined: it is rarely called, and inlined it would

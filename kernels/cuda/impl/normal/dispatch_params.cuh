@@ -72,6 +72,15 @@ inline MetaShape meta_shape(const DispatchParams &p) {
   return meta;
 }
 
+// By threads `first` of `step`: received rows [from, to) name no expert: index -1, weight 0.
+__device__ inline void name_nothing(const DispatchParams &p, int64_t from, int64_t to, int64_t first, int64_t step) {
+  for (int64_t i = from * p.num_topk + first; i < to * p.num_topk; i += step) {
+    for (int w = 0; p.recv_topk_idx() != nullptr && w < p.index_words(); ++w)
+      static_cast<uint32_t *>(p.recv_topk_idx())[i * p.index_words() + w] = 0xffffffffu;
+    if (p.recv_topk_weights() != nullptr) p.recv_topk_weights()[i] = 0;
+  }
+}
+
 __host__ __device__ inline RingShape dispatch_ring(const DispatchParams &p, bool direct) {
   return ring_shape(p.session.team.nvl_bytes, p.session.team.num_ranks, direct ? 0 : p.row_bytes, p.meta.words * 4);
 }

@@ -7,13 +7,8 @@ namespace deepep {
 
 // A failed dispatch leaves rows that name nothing.
 __device__ inline void clear_dispatch_outputs(const DispatchParams &p) {
-  const int64_t rows = max(p.num_recv_tokens, 0), entries = rows * p.num_topk;
-  for (int64_t i = threadIdx.x; i < entries; i += blockDim.x) {
-    if (p.recv_topk_idx() != nullptr)
-      for (int w = 0; w < p.index_words(); ++w)
-        static_cast<uint32_t *>(p.recv_topk_idx())[i * p.index_words() + w] = 0xffffffffu;
-    if (p.recv_topk_weights() != nullptr) p.recv_topk_weights()[i] = 0;
-  }
+  const int64_t rows = max(p.num_recv_tokens, 0);
+  name_nothing(p, 0, rows, threadIdx.x, blockDim.x);
   for (int64_t i = threadIdx.x; p.recv_src_idx() != nullptr && i < rows; i += blockDim.x) p.recv_src_idx()[i] = 0;
 }
 

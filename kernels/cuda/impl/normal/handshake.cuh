@@ -144,7 +144,7 @@ __device__ inline Handshake combine_handshake(const CombineParams &p, uint64_t e
   if (kPushed) hand.mine.segment = p.inbox + 1;
   if (p.num_tokens == 0 && p.num_recv_tokens == 0) hand.mine.flags = kHandshakeSilent;
   hand.mine.flags |= routing_flags(p.routing, p.flags);
-  if (p.routing != DK_ROUTING_NONE) hand.mine.max_tokens = p.num_max_tokens;
+  hand.mine.max_tokens = p.num_max_tokens;
   if (p.routing != DK_ROUTING_NONE && (p.topk_weights() != nullptr || p.combined_topk_weights() != nullptr))
     hand.mine.flags |= kHandshakeWeights;
   add_handle(hand, handle, comparable(p.session.team, p.exchange));

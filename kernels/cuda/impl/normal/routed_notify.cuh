@@ -235,7 +235,7 @@ __device__ inline bool sum_ranks(const RoutedNotifyParams &p, const Messages &me
           if (j == s.team.rank && i < p.num_psums() && p.psum_per_rank() != nullptr) p.psum_per_rank()[i] = rows;
         });
     const bool writes = reports && lane_id() == 0;
-    if (!without && alignment != p.expert_alignment) {
+    if (!without && p.routing != DK_ROUTING_NONE && alignment != p.expert_alignment) {
       if (writes) report_failure(s, DK_EMISMATCH, j, DK_FIELD_ALIGNMENT, p.expert_alignment, alignment, 0);
       good = false;
     }
