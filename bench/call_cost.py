@@ -78,10 +78,15 @@ def as_on_gpus(buffer: Any) -> None:
     _torch.stream_context = lambda stream: contextlib.nullcontext()  # type: ignore[assignment,misc]
     _torch.torch_stream = lambda index: current
     _torch.recorded_event = Stream
+    _torch.gpu_in_use, _torch.stream_in_use = lambda: core.ordinal, core.raw_stream
     library = ctypes.CDLL(str(Path(os.environ["DEEPEP_KERNELS"], "libdeepep_cpu.so")))
-    guards = [ctypes.cast(one, ctypes.c_void_p).value for one in (library.fake_enter_stream, library.fake_leave_stream)]
+    names = ["fake_enter_stream", "fake_leave_stream"]
+    names += ["fake_record_stream"] if hasattr(_torch, "_RECORD") else []  # a package of before has none
+    stand_ins = [ctypes.cast(library[name], ctypes.c_void_p).value for name in names]
     addresses, objects = _torch.c_abi()
-    _torch.c_abi = lambda: ((*addresses[:-2], *guards), objects)
+    _torch.c_abi = lambda: ((*addresses[: -len(names)], *stand_ins), objects)
+    if hasattr(core, "follow_streams"):  # a package of before has no such function
+        core.follow_streams()
 
 
 def behind_event() -> dict[str, Any]:

@@ -15,7 +15,10 @@ from ._native import DESTROYED, SLICE_MS, Launch, NativeBuffer, NativeGroup
 from ._ordering import Held, Ordered, Ordering, event_of
 from ._torch import Device, OptionalTensor
 from .utils import EventHandle, EventOverlap
+from .utils.event import points_on
 
+User = tuple[Any, int, int, int]  # a stream: torch's object, and its numbers in torch
+MAX_USERS = 256  # streams of callers whose torch objects a buffer keeps
 Placed = tuple[OptionalTensor, int, int]  # recv_x, or None if the compiled face makes it; its segment, its offset there
 
 
@@ -48,7 +51,11 @@ class Core:
         self.is_ready = False
         self._unfinished: tuple[Callable[[], None], bool, bool] | None = None  # see _carry_out
         self.compiled = True  # calls may go through the compiled face; asked at the first one of a mode
-        self._stream_wait: Any = None  # deepep_event_stream_wait
+        self.stream_wait: Any = None  # deepep_event_stream_wait; None on the CPU engine
+        self.in_comm_memory: Any = None  # calls a function, whose outputs are in the communication stream's memory
+        self.record: Any = None  # tells torch's allocator that a stream, of user_of, uses a tensor
+        self.users: dict[int, User] = {}  # see user_of
+        self._points: Points | None = None
         self.kept: dict[Launch, Held] = {}
         self.idle: list[Launch] = []
         self._zero_copy_bytes = zero_copy_bytes  # None: as the settings say
@@ -95,8 +102,19 @@ class Core:
         if self.comm_stream is None or address != self.comm_stream_address:
             self.comm_stream_address = address
             self.comm_stream = _torch.external_stream(address, self.device)
+        if not self.host_stream:
+            self.follow_streams()
         if info.peer_rows and not self.host_stream and HAS_ROW_POOLS:
             self._room = int(info.row_segment_bytes) if self._zero_copy_bytes is None else self._zero_copy_bytes
+
+    def follow_streams(self) -> None:
+        """CUDA engine: what events and points in the streams of the device need of the buffer."""
+        lib = self.native.lib.with_gil
+        self.users.clear()
+        self.stream_wait = _face.of_event(lib.deepep_event_stream_wait)
+        self.record = _face.recorder()
+        self.in_comm_memory = _face.inside(self.comm_stream_address, self.ordinal, self.comm_stream)
+        self._points = points_on[self.ordinal] = Points(self)
 
     def open_rows(self) -> None:
         """Makes the segment for rows that peers write in place, unless it is there or a graph is being captured.
@@ -140,6 +158,10 @@ class Core:
         self._finalizer()
         self.kept.clear()
         self.idle.clear()
+        if self._points is not None:
+            self._points.idle.clear()
+            if points_on.get(self.ordinal) is self._points:
+                del points_on[self.ordinal]
 
     def release(self) -> None:
         """Buffer.release."""
@@ -238,14 +260,27 @@ class Core:
             return True if allocate_on_comm_stream is False else None
         return (previous,) if type(allocate_on_comm_stream) is bool else None
 
+    def user_of(self, stream: int) -> User:
+        """The caller's stream, which uses what is in the communication stream's memory, for `record`.
+
+        Args:
+            stream: its address.
+        """
+        user = self.users.get(stream)
+        if user is None:
+            if len(self.users) >= MAX_USERS:
+                self.users.clear()
+            current = self.torch_current_stream()
+            user = self.users[stream] = current, *_torch.numbers_of(current)
+        return user
+
     def rows_behind(self, ordered: Ordered, rows_for: Callable[[Any, int], Placed], x: Any, rows: int) -> Placed:
         """`rows_for(x, rows)`, in the communication stream's memory where the call's outputs are."""
         if type(ordered) is bool or self.native.rows is None:
             return rows_for(x, rows)
-        with _torch.stream_context(self.comm_stream):
-            found = rows_for(x, rows)
+        found: Placed = self.in_comm_memory(rows_for, x, rows)
         if found[0] is not None:
-            found[0].record_stream(self.torch_current_stream())
+            self.record(found[0], self.user_of(self.raw_stream()))
         return found
 
     def take_launch(self) -> Launch:
@@ -317,41 +352,14 @@ class Core:
             launch.left = True
             raise
 
-    def current_stream_wait(self, launch: Launch) -> int | None:
-        """The caller's current stream waits for the event of a call; the CPU engine blocks.
-
-        Returns:
-            The stream's address, 0 for the default one; None on the CPU engine.
-        """
-        if self.host_stream:
-            self.native.wait_event(launch.event)
-            self.let_go(launch)
-            return None
-        if self._stream_wait is None:
-            from . import _face  # which has this module's classes
-
-            self._stream_wait = _face.waiter(self.native.lib.with_gil)
-        stream = self.raw_stream()  # 0: the default stream
-        status = self._stream_wait(launch.event, stream)
-        if status:
-            raise self.native.error(status)
-        return stream
-
-    def behind(self, previous: EventHandle | None) -> tuple[int, int, tuple[Any, ...], int, int]:
-        """CUDA engine: where an asynchronous call goes that follows an event, or (None) the caller's current stream.
-
-        For Site.start_behind.
-
-        Returns:
-            The stream and the previous_event of the library call; a tuple of torch's object of the caller's stream,
-            which uses the outputs; the communication stream, in whose memory they are; the device.
-        """
-        stream, event = self.after(previous, self.raw_stream())
-        return stream or 0, event or 0, (self.torch_current_stream(),), self.comm_stream_address, self.ordinal
+    def wait_for(self, launch: Launch) -> None:
+        """CPU engine: blocks until the event of a call."""
+        self.native.wait_event(launch.event)
+        self.let_go(launch)
 
     def after(self, previous: EventHandle | None, stream: int | None) -> tuple[int | None, int | None]:
         """The stream and the previous_event of a library call on `stream`, the caller's, that follows an event."""
-        if previous is None:
+        if previous is None or self.host_stream and type(previous._core) is Points:
             return stream, None
         if previous._launch is not None:
             return stream, previous._launch.event
@@ -384,16 +392,43 @@ class Core:
                     if tensor is not None:
                         tensor.record_stream(self.comm_stream)
 
-    def give_launch(self, launch: Launch, home: list[Any]) -> None:
-        """Takes back the launch of an event that has no holder any more."""
-        if launch in self.kept:
-            launch.home = home
-        elif self.native.alive:
-            home.append(launch)
-
     def on_current_stream(self, function: Any, *values: Any, held: Held = ()) -> None:
         """Issues a call that only the caller's current stream orders."""
         Ordering(self, None, False, False).last(function, *values, held=held)
+
+
+class Points:
+    """Makes points in the streams of a GPU, for whoever has no call at hand, by the events of one of its buffers.
+
+    An event of torch's would be made and freed for each point, and be waited for outside of the library.
+    """
+
+    __slots__ = ("native", "idle", "raw_stream", "stream_wait", "again", "_record", "_marked")
+    host_stream, kept = False, ()
+
+    def __init__(self, core: Core) -> None:
+        self.native, self.stream_wait = core.native, core.stream_wait
+        self.raw_stream = _torch.stream_in_use  # who waits for a point may be on another GPU
+        self.idle: list[Launch] = []  # events that nobody has
+        record = core.native.lib.with_gil.deepep_event_record
+        self._record, self._marked = _face.of_event(record), core.raw_stream
+        # take() where there is an idle event; None: take() has to do it.
+        self.again = _face.mark_again(record, self.idle, core.raw_stream)
+
+    def take(self) -> Launch | None:
+        """The present end of the caller's current stream; None: the buffer is destroyed."""
+        native = self.native
+        if not native.alive:
+            return None
+        try:
+            launch = self.idle.pop()
+        except IndexError:
+            launch = Launch(native.lib)
+            launch.create_event(native)
+        status = self._record(launch.event, self._marked())
+        if status:
+            raise native.error(status)
+        return launch
 
 
 def _free(native: NativeBuffer, group: NativeGroup, owner: int) -> None:

@@ -222,7 +222,6 @@ class Order(Ordering):
         super().__init__(core, None if previous is None else EventOverlap(previous), is_async, False)
         if on_comm and not core.host_stream:
             self.on_comm = True
-            self.context = _torch.stream_context(core.comm_stream)
         self.extra: tuple[OptionalTensor, ...] = ()
 
     def wait_too(self, event: Event) -> None:

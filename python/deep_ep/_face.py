@@ -160,15 +160,61 @@ def row_placer(lib: Any, segment: int, device: int, pool: Any, routing: Any) -> 
     return functools.partial(module.place_rows, *addresses, segment, *routing, device, pool)
 
 
-def waiter(lib: Any) -> Any:
-    """deepep_event_stream_wait, as a function of an event's and a stream's address (or None)."""
-    function, module = lib.deepep_event_stream_wait, load()
-    return function if module is None else functools.partial(module.stream_wait, address_of(function))
+def of_event(function: Any) -> Any:
+    """A function of the C API that takes an event and a stream: of their addresses."""
+    module = load()
+    return function if module is None else functools.partial(module.of_event, address_of(function))
 
 
 def address_of(function: Any) -> int:
     """The address of a function of ctypes."""
     return ctypes.cast(function, ctypes.c_void_p).value or 0
+
+
+def mark_again(record: Any, idle: list[Launch], raw_stream: Any) -> Any:
+    """A function that takes a launch of `idle` and records its event on the caller's stream; None: Python has to.
+
+    Args:
+        record: deepep_event_record.
+        idle: launches with events.
+        raw_stream: gives the address of the caller's stream.
+    """
+    module = load()
+    if module is None:
+        return _nothing
+    return functools.partial(module.mark_again, address_of(record), idle, raw_stream)
+
+
+def _nothing() -> None:
+    pass
+
+
+def recorder() -> Any:
+    """A function that tells torch's allocator of a tensor that a stream (of Core.user_of) uses."""
+    module = load()
+    return _record if module is None else module.record
+
+
+def _record(tensor: Any, user: tuple[Any, ...]) -> None:
+    tensor.record_stream(user[0])
+
+
+def inside(address: int, device: int, stream: Any) -> Any:
+    """A function that calls another one with its arguments, while a CUDA stream is current.
+
+    Args:
+        address, device: of the stream.
+        stream: torch's object of it.
+    """
+    module = load()
+    if module is not None and module.has_guards():
+        return functools.partial(module.inside, address, device)
+    return functools.partial(_inside, stream)
+
+
+def _inside(stream: Any, function: Any, *args: Any) -> Any:
+    with _torch.stream_context(stream):
+        return function(*args)
 
 
 class Program:
@@ -318,7 +364,7 @@ class Site:
         numbers = num_numbers + _OF_CALL
         site = load().Site(
             handle, core.kept, self._plans, free, num_scalars, numbers, mask, ordinary, core, core.raw_stream,
-            EventHandle, core.idle,
+            EventHandle, core.idle, core.users, core.comm_stream_address, core.ordinal,
         )  # fmt: skip
         self.call, self.issue, self.start, self.start_behind = site.call, site.issue, site.start, site.start_behind
 
@@ -433,10 +479,10 @@ class Site:
             DeepEPError: the library refused the call.
         """
         core, launch, last = self._core, order.launch, step == steps
-        if last:
+        if last and not launch.event:
             launch.create_event(core.native)
         stream, previous = order.behind()
-        got = self.call(launch, order.users, *args, stream or 0, launch.event if last else 0, 1, previous or 0)
+        got = self.call(launch, order.user, *args, stream or 0, launch.event if last else 0, 1, previous or 0)
         if type(got) is list:
             error = core.native.error(got[0])
             if step == 1:

@@ -238,8 +238,15 @@ class RowPool:
         if not self._may_allocate():
             return None
         if self._placer is not None:
-            placed = self._placer(x, x.element_size(), rows)
+            try:
+                placed = self._placer(x, x.element_size(), rows)
+            except torch.OutOfMemoryError:
+                self._ask_less()
+                return None
+            except RuntimeError:  # of an x that will be refused
+                placed = None
             if placed is not None:
+                self._patience = 0
                 return placed if placed[1] < self.count else (placed[0], None)
         tensor = make(x, rows)
         return None if tensor is None else (tensor, self.offset(tensor))
@@ -264,14 +271,17 @@ class RowPool:
             with _routed(self._pool, device):  # type: ignore[misc] # made only where HAS_ROW_POOLS
                 tensor = make(*args)
         except torch.OutOfMemoryError:
-            # Asking is costly when the pool is full (torch gives cached memory back first): ask less and less often.
-            self._patience = min(max(1, 2 * self._patience), 64)
-            self._pause = self._patience
+            self._ask_less()
             return None
         finally:
             self._select(0)
         self._patience = 0
         return tensor
+
+    def _ask_less(self) -> None:
+        """The pool is full, and asking is costly then, for torch gives cached memory back first."""
+        self._patience = min(max(1, 2 * self._patience), 64)
+        self._pause = self._patience
 
     def offset(self, tensor: Tensor) -> int | None:
         """Where a tensor begins in the segment, in bytes; None if it does not lie in it."""

@@ -171,7 +171,7 @@ class NormalMode:
         if core.kept or not core.is_ready:
             core.enter()
         ordered = core.ordered(previous_event, async_finish, allocate_on_comm_stream)
-        face = self._opened_face()
+        face = self._face or self._opened_face()
         if face is not None and ordered is not None and not core.host_stream:
             missing = face.layout(ordered, topk_idx, num_experts)
             if type(missing) is tuple:
@@ -246,7 +246,7 @@ class NormalMode:
         data: Any
         data, scales = x if type(x) is tuple and len(x) == 2 else (x, None)
         ordered, order = core.ordered(previous_event, async_finish, allocate_on_comm_stream), None
-        face = self._opened_face()
+        face = self._face or self._opened_face()
         native_config = self._config(config, 0, num_sms)
         with _torch.without_modes():
             if face is not None and ordered is not None and not global_expert_id_offset:
@@ -446,7 +446,7 @@ class NormalMode:
         if core.kept or not core.is_ready:
             core.enter()
         ordered = core.ordered(previous_event, async_finish, allocate_on_comm_stream)
-        face = self._opened_face()
+        face = self._face or self._opened_face()
         native_config = self._config(config, 1, num_sms)
         if face is not None and ordered is not None:
             missing = face.combine(ordered, x, handle, topk_weights, bias, ctypes.addressof(native_config))

@@ -11,6 +11,7 @@ from . import _abi, _torch, errors
 from ._torch import OptionalTensor
 from .errors import assertion, check_flag, type_error
 from .utils import EventHandle, EventOverlap
+from .utils.event import no_event
 
 if TYPE_CHECKING:
     from ._core import Core
@@ -29,20 +30,18 @@ class Ordering:
 
     __slots__ = (
         *("core", "async_finish", "previous", "on_comm", "stream", "caller", "struct", "launch", "begun"),
-        *("given_back", "context", "users", "followed"),
+        *("given_back", "user", "followed"),
     )
 
     def __init__(
         self, core: Core, previous_event: EventOverlap | None, async_finish: bool, allocate_on_comm_stream: bool
     ) -> None:
         self.core = core
-        self.async_finish = check_flag("async_finish", async_finish)
+        self.async_finish = async_finish if async_finish is True else check_flag("async_finish", async_finish)
         self.previous = None if previous_event is None else event_of(previous_event)
-        assertion(
-            not check_flag("allocate_on_comm_stream", allocate_on_comm_stream)
-            or (self.previous is not None and async_finish),
-            "allocate_on_comm_stream needs both previous_event and async_finish",
-        )
+        if check_flag("allocate_on_comm_stream", allocate_on_comm_stream):
+            both = self.previous is not None and async_finish
+            assertion(bool(both), "allocate_on_comm_stream needs both previous_event and async_finish")
         # Memory from the caller's stream may still be in use there; a call that was given an event does not wait for
         # that stream, so its outputs come from the communication stream's pool.
         self.on_comm = not core.host_stream and self.previous is not None
@@ -51,8 +50,12 @@ class Ordering:
         self.caller = core.raw_stream()
         self.stream: int | None = self.caller or None
         self.struct: Any = None  # a deepep_call, for calls that do not go through the compiled face
-        self.users: tuple[Any, ...] | None = None
-        self.context: Any = _torch.stream_context(core.comm_stream) if self.on_comm else _NO_CONTEXT
+        self.user: Any = None  # of Core.user_of: the stream that uses the outputs of a compiled call beside their own
+
+    @property
+    def context(self) -> Any:
+        """Outputs are allocated in it."""
+        return _torch.stream_context(self.core.comm_stream) if self.on_comm else _NO_CONTEXT
 
     def first(self, function: Any, args: Any, *after: Any, config: Any, held: Held) -> None:
         """Launches a call that does not end the operation; for every exception from here on: leave().
@@ -146,8 +149,8 @@ class Ordering:
     def made_on_comm(self, output: OptionalTensor) -> None:
         """CUDA engine: torch's allocator learns that the caller's stream uses an output, where it is in the
         communication stream's memory."""
-        if output is not None and self.users is not None:
-            output.record_stream(self.users[0])
+        if output is not None and self.user is not None:
+            self.core.record(output, self.user)
 
     def append(self, event: EventOverlap, work: Callable[[], None]) -> None:
         """Runs torch calls behind the ended operation, and has `event`, which `last` returned, stand for them too.
@@ -184,7 +187,9 @@ class Ordering:
         """CUDA engine: the event of an asynchronous operation whose last call was launched."""
         core, launch = self.core, self.launch
         held = core.kept.pop(launch, None)  # the last call's end is that of the first too
-        return EventOverlap(EventHandle._of_call(core, launch, core.idle, held, self.caller))
+        overlap = no_event()
+        overlap.event = EventHandle._of_call(core, launch, core.idle, held, self.caller)
+        return overlap
 
     def _finish(self) -> EventOverlap:
         core, launch = self.core, self.launch
@@ -212,11 +217,11 @@ class Ordering:
 
 def call_in_order(call: Callable[..., Any], order: Ordering | None, *args: Any) -> Any:
     """`call(order, *args)` of the compiled face; outputs of an asynchronous call are made in its context."""
-    if order is None:
-        return call(None, *args)
-    order.users = (order.core.torch_current_stream(),) if order.on_comm else None
-    with order.context:
+    if order is None or not order.on_comm:
         return call(order, *args)
+    core = order.core
+    order.user = core.user_of(order.caller)
+    return core.in_comm_memory(call, order, *args)
 
 
 def event_of(previous_event: object) -> EventHandle | None:

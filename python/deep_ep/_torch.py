@@ -39,11 +39,13 @@ _C_ABI = (
     *("aoti_torch_get_storage_size", "aoti_torch_get_storage_offset", "aoti_torch_dtype_element_size"),
     *("aoti_torch_empty_strided", "aoti_torch__reinterpret_tensor", "aoti_torch_delete_tensor_object"),
 )
-_VIEWS = ("aoti_torch_cpu_view_dtype", "aoti_torch_cuda_view_dtype")  # a torch may lack these, and the next three
+_VIEWS = ("aoti_torch_cpu_view_dtype", "aoti_torch_cuda_view_dtype")  # a torch may lack these, and the next four
 _WRAP = "_Z16THPVariable_WrapRKN2at10TensorBaseE"  # an object for a tensor, by the name that C++ compilers give it
 _STREAMS = ("aoti_torch_create_cuda_stream_guard", "aoti_torch_delete_cuda_stream_guard")
+_RECORD = "_ZN2at6native18record_stream_cudaERNS_6TensorEN3c106StreamE"  # at::native::record_stream_cuda, likewise
 _C_ABI_SINCE = (2, 10)
 _current_raw_stream: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+gpu_in_use: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: -1)  # for who knows that CUDA is in use
 
 
 # A context without torch's modes (set_default_device is one): under a mode every method of a tensor runs Python code.
@@ -64,8 +66,8 @@ def c_abi() -> tuple[tuple[int, ...], tuple[Any, ...]]:
     library = ctypes.CDLL(str(Path(torch.__file__).with_name("lib") / "libtorch_cpu.so"))
     addresses = [ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0 for name in _C_ABI]
     cuda = "libtorch_cuda.so"
-    files = "libtorch_cpu.so", cuda, "libtorch_python.so", cuda, cuda
-    addresses += map(_address_of, files, (*_VIEWS, _WRAP, *_STREAMS))
+    files = "libtorch_cpu.so", cuda, "libtorch_python.so", cuda, cuda, cuda
+    addresses += map(_address_of, files, (*_VIEWS, _WRAP, *_STREAMS, _RECORD))
     c = torch._C
     make_object = c._aoti.alloc_tensor_by_stealing_from_void_ptr
     modes = (c._len_torch_function_stack, c.DisableTorchFunction)
@@ -119,6 +121,11 @@ def stream_getter(device: torch.device) -> Callable[[], int]:
     return functools.partial(_current_raw_stream, device.index)
 
 
+def stream_in_use() -> int:
+    """The current stream of the current GPU as an address, for who knows that CUDA is in use."""
+    return _current_raw_stream(gpu_in_use()) if _current_raw_stream is not None else 0
+
+
 def external_stream(address: int, device: torch.device) -> Any:
     """A torch stream over the buffer's communication stream; on the CPU torch's own notion of a stream."""
     if device.type == "cuda":
@@ -141,6 +148,11 @@ def torch_stream(index: int | None) -> Any:
 
 _MAX_STREAMS = 256
 _streams: dict[tuple[int, ...], Any] = {}  # torch's objects, by what torch's C functions say of the current stream
+
+
+def numbers_of(stream: Any) -> tuple[int, int, int]:
+    """By what torch knows a stream."""
+    return int(stream.stream_id), int(stream.device_index), int(stream.device_type)
 
 
 class stream_context:  # noqa: N801 - in place of torch.cuda.stream, which takes 10 times as long

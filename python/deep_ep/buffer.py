@@ -18,6 +18,7 @@ from .bootstrap import Bootstrap
 from .config import Config, low_latency_size_hint
 from .errors import assertion, check_flag, check_int, no_effect, type_error, value_error
 from .utils import EventHandle, EventOverlap
+from .utils.event import no_event
 
 __all__ = ["Buffer", "Config", "EventHandle", "EventOverlap"]
 
@@ -1046,7 +1047,9 @@ class Buffer:
     @opaque
     def capture() -> EventOverlap:
         """The present end of the current stream."""
-        return EventOverlap(EventHandle())
+        point = no_event()
+        point.event = EventHandle()
+        return point
 
     @staticmethod
     def is_sm90_compiled() -> bool:

@@ -22,7 +22,12 @@ enum { kStrided = 0 }; /* of torch's layouts */
 enum { kMaxTensors = 16, kMaxDims = 8, kMaxOutputs = 12, kMaxKey = 1024, kMaxBlob = 2048, kMaxNumbers = 12 };
 
 typedef void *Tensor;      /* AtenTensorHandle: points to an at::Tensor, which is one pointer, to its implementation */
+typedef void *TensorRef;   /* at::Tensor & */
 typedef void *StreamGuard; /* CUDAStreamGuardHandle */
+typedef struct Stream {    /* c10::Stream */
+  int8_t type, index;      /* of the device */
+  int64_t id;
+} Stream;
 typedef deepep_status_t (*EnterFn)(deepep_buffer_t buffer, void *a, void *b, void *c);
 
 /* ---- What Python hands in */
@@ -49,13 +54,14 @@ static struct {
   /* make a CUDA stream current, and what was so before; may be missing */
   int32_t (*enter_stream)(void *, int32_t, StreamGuard *);
   int32_t (*leave_stream)(StreamGuard);
+  void (*record_stream)(TensorRef, Stream); /* of libtorch_cuda: the allocator's part of it alone; may be missing */
 } torch;
 
 static PyObject *tensor_type, *wrap, *num_modes, *without_modes, *in_inference, *inference_guard; /* of torch */
 static PyObject *name_cdata, *name_enter, *name_exit, *name_record_stream, *name_is_ready, *name_enter_core, *name_run,
-    *name_refuse, *name_event, *name_new_launch, *name_behind, *name_is_neg;
+    *name_refuse, *name_event, *name_new_launch, *name_launch, *name_after, *name_user_of, *name_is_neg;
 /* The attributes of an EventHandle, in the order in which `start` sets them. */
-static const char *const handle_attributes[] = {"_core", "_launch", "_home", "_users", "_stream", "_torch"};
+static const char *const handle_attributes[] = {"_core", "_home", "_users", "_stream", "_torch", "_launch"};
 enum { kHandleAttributes = 6 };
 static PyObject *handle_names[kHandleAttributes];
 
@@ -177,6 +183,17 @@ static void leave_guard(PyObject *guard) {
   PyErr_Restore(type, value, trace);
 }
 
+/* ---- A CUDA stream that is current for a while */
+
+static int has_guards(void) { return torch.enter_stream != NULL && torch.leave_stream != NULL; }
+
+static void leave_stream(StreamGuard guard) {
+  PyObject *type, *value, *trace;
+  PyErr_Fetch(&type, &value, &trace);
+  torch.leave_stream(guard);
+  PyErr_Restore(type, value, trace);
+}
+
 /* ---- Site */
 
 typedef struct Site {
@@ -185,6 +202,9 @@ typedef struct Site {
   PyObject *kept, *plans;
   PyObject *core, *raw_stream;  /* of Python's: the buffer, and the function that gives the caller's stream */
   PyObject *handle_type, *idle; /* EventHandle; launches with an event, for the next asynchronous call */
+  PyObject *users;              /* by the caller's stream: see Core.user_of */
+  void *communication;          /* the communication stream, and its device */
+  int device;
   int num_tensors, num_scalars, num_numbers, ordinary;
   uint32_t free_dims[kMaxTensors]; /* a bit for each dimension that a plan does not depend on */
   uint32_t strided;                /* a bit for each tensor that need not be contiguous */
@@ -410,25 +430,31 @@ static int keep(const Site *site, PyObject *launch, const Given *given, PyObject
   return !failed;
 }
 
-/* Torch's allocator learns which streams use a tensor. 0, with Python's error set: it does not. */
-static int record_streams(PyObject *tensor, PyObject *streams) {
-  Py_ssize_t i;
+/* Torch's allocator learns that a stream uses a tensor. `user`: of Core.user_of. 0, with Python's error set: it does
+ * not. */
+static int record_user(PyObject *tensor, PyObject *user) {
+  PyObject *done;
+  Seen seen;
   if (tensor == Py_None) return 1;
-  for (i = 0; i < PyTuple_Size(streams); i++) {
-    PyObject *done = PyObject_CallMethodObjArgs(tensor, name_record_stream, PyTuple_GetItem(streams, i), NULL);
-    if (done == NULL) return 0;
-    Py_DECREF(done);
+  if (torch.record_stream != NULL && PyTuple_Size(user) == 4 && look(tensor, &seen)) {
+    Stream stream = {(int8_t)PyLong_AsLong(PyTuple_GetItem(user, 3)), (int8_t)PyLong_AsLong(PyTuple_GetItem(user, 2)),
+                     PyLong_AsLongLong(PyTuple_GetItem(user, 1))};
+    if (PyErr_Occurred()) return 0;
+    torch.record_stream(&seen.impl, stream);
+    return 1;
   }
-  return 1;
+  done = PyObject_CallMethodObjArgs(tensor, name_record_stream, PyTuple_GetItem(user, 0), NULL);
+  Py_XDECREF(done);
+  return done != NULL;
 }
 
 /* Each storage that is made here once. */
-static int record_all(PyObject *streams, const Output *described, PyObject *const *outputs, int num_outputs) {
+static int record_all(PyObject *user, const Output *described, PyObject *const *outputs, int num_outputs) {
   int i, slabs = 0; /* a bit for each that was recorded */
   for (i = 0; i < num_outputs; i++) {
     int slab = described[i].base <= kFirstSlab ? 1 << (kFirstSlab - described[i].base) : 0;
     if (described[i].base >= 0 || (slab & slabs)) continue;
-    if (!record_streams(outputs[i], streams)) return 0;
+    if (!record_user(outputs[i], user)) return 0;
     slabs |= slab;
   }
   return 1;
@@ -440,7 +466,7 @@ static PyObject *nothing(void) {
 }
 
 /* Follows a plan. The tensors are kept under `launch`, unless that is None. */
-static PyObject *follow(const Site *site, PyObject *launch, PyObject *streams, const Given *given, PyObject *plan) {
+static PyObject *follow(const Site *site, PyObject *launch, PyObject *user, const Given *given, PyObject *plan) {
   _Alignas(16) unsigned char blob[kMaxBlob];
   PyObject *outputs[kMaxOutputs], *result;
   Output described[kMaxOutputs];
@@ -496,7 +522,7 @@ static PyObject *follow(const Site *site, PyObject *launch, PyObject *streams, c
   a = next(&r), b = next(&r), c = next(&r);
   num_reads = next(&r);
   result = PyTuple_New((Py_ssize_t)(num_reads + num_outputs));
-  if (result == NULL || (streams != Py_None && !record_all(streams, described, outputs, made)) ||
+  if (result == NULL || (user != Py_None && !record_all(user, described, outputs, made)) ||
       (launch != Py_None && !keep(site, launch, given, outputs, made))) {
     Py_XDECREF(result);
     drop(outputs, made);
@@ -682,7 +708,7 @@ static PyObject *make_handle(const Site *site, const Given *given, PyObject *got
     PyTuple_SetItem(users, i, one);
   }
   if ((handle = ((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0)) != NULL) {
-    PyObject *const values[kHandleAttributes] = {site->core, launch, site->idle, users, stream, Py_None};
+    PyObject *const values[kHandleAttributes] = {site->core, site->idle, users, stream, Py_None, launch};
     for (i = 0; i < kHandleAttributes; i++) {
       if (PyObject_SetAttr(handle, handle_names[i], values[i]) == 0) continue;
       Py_DECREF(handle);
@@ -696,7 +722,7 @@ static PyObject *make_handle(const Site *site, const Given *given, PyObject *got
 
 /* Looks at the arguments and follows their plan; what `call` returns. With `stream` the call is asynchronous: its event
  * is that of `launch`, under which nothing is left in `kept`, and the new object in its results gets its handle. */
-static PyObject *answer(const Site *site, PyObject *launch, PyObject *streams, Given *given, PyObject *stream) {
+static PyObject *answer(const Site *site, PyObject *launch, PyObject *user, Given *given, PyObject *stream) {
   PyObject *plan, *name, *result = NULL, *modes = NULL, *inference = NULL, *how;
   Writer key;
   key.used = 0;
@@ -714,7 +740,7 @@ static PyObject *answer(const Site *site, PyObject *launch, PyObject *streams, G
     } else {
       Py_INCREF(plan); /* what a finalizer runs could clear the plans */
       if (site->ordinary && is_set(in_inference)) inference = enter_guard(inference_guard, Py_False);
-      if (!PyErr_Occurred()) result = follow(site, stream == NULL ? launch : Py_None, streams, given, plan);
+      if (!PyErr_Occurred()) result = follow(site, stream == NULL ? launch : Py_None, user, given, plan);
       leave_guard(inference);
       how = PyTuple_GetItem(plan, 2);
       if (result != NULL && PyTuple_Check(result) && how != Py_None) {
@@ -735,10 +761,10 @@ static PyObject *answer(const Site *site, PyObject *launch, PyObject *streams, G
   return result;
 }
 
-/* call(launch, streams, tensors..., scalars..., numbers...): a tuple of what was read and made, or in the plan's shape;
+/* call(launch, user, tensors..., scalars..., numbers...): a tuple of what was read and made, or in the plan's shape;
  * a list [status] if the library refused; the key as bytes if there is no plan of it; None if
- * the call is not for this module. `launch`: under which the tensors are kept, or None; `streams`: a tuple of those
- * that use the outputs beside their own, or None. */
+ * the call is not for this module. `launch`: under which the tensors are kept, or None; `user`: the stream that uses
+ * the outputs beside their own, of Core.user_of, or None. */
 static PyObject *site_call(PyObject *self, PyObject *const *args, Py_ssize_t num_args) {
   Site *site = (Site *)self;
   Given given;
@@ -817,12 +843,12 @@ static PyObject *take_launch(const Site *site, int64_t *event) {
   return launch;
 }
 
-/* Makes a call with a launch, which is idle again if nothing was launched. `streams`: those that use its outputs. */
-static PyObject *answer_later(const Site *site, PyObject *streams, Given *given, int64_t *of_call, PyObject *stream) {
+/* Makes a call with a launch, which is idle again if nothing was launched. `user`: the stream that uses its outputs. */
+static PyObject *answer_later(const Site *site, PyObject *user, Given *given, int64_t *of_call, PyObject *stream) {
   PyObject *launch = take_launch(site, &of_call[kEvent]), *result;
   if (launch == NULL) return NULL;
   of_call[kIsAsync] = 1;
-  result = answer(site, launch, streams, given, stream);
+  result = answer(site, launch, user, given, stream);
   if (result != NULL && !PyTuple_Check(result) && PyList_Append(site->idle, launch) != 0) Py_CLEAR(result);
   Py_DECREF(launch);
   return result;
@@ -840,6 +866,46 @@ static PyObject *site_start(PyObject *self, PyObject *const *args, Py_ssize_t nu
   return result;
 }
 
+static int64_t number_or_zero(PyObject *value) {
+  return value == Py_None ? 0 : (int64_t)PyLong_AsUnsignedLongLongMask(value);
+}
+
+/* The stream and the previous_event of a call behind an EventHandle or None. An event of the library's is the call's
+ * previous_event as it is; with any other Python sees to the order (Core.after). 0: Python's error is set. */
+static int follow_event(const Site *site, PyObject *previous, PyObject *stream, int64_t *of_call) {
+  PyObject *found;
+  if (previous == Py_None) return 1;
+  if ((PyObject *)Py_TYPE(previous) == site->handle_type) {
+    PyObject *launch = PyObject_GetAttr(previous, name_launch);
+    if (launch == NULL) return 0;
+    if (launch != Py_None) {
+      found = PyObject_GetAttr(launch, name_event);
+      Py_DECREF(launch);
+      if (found == NULL) return 0;
+      of_call[kPrevious] = number_or_zero(found);
+      Py_DECREF(found);
+      return !PyErr_Occurred();
+    }
+    Py_DECREF(launch);
+  }
+  found = PyObject_CallMethodObjArgs(site->core, name_after, previous, stream, NULL);
+  if (found == NULL) return 0;
+  if (PyTuple_Check(found) && PyTuple_Size(found) == 2) {
+    of_call[kStream] = number_or_zero(PyTuple_GetItem(found, 0));
+    of_call[kPrevious] = number_or_zero(PyTuple_GetItem(found, 1));
+  }
+  Py_DECREF(found);
+  return !PyErr_Occurred();
+}
+
+/* Core.user_of. NULL: Python's error is set. */
+static PyObject *user_of(const Site *site, PyObject *stream) {
+  PyObject *user = PyDict_GetItemWithError(site->users, stream);
+  if (user == NULL && !PyErr_Occurred()) return PyObject_CallMethodObjArgs(site->core, name_user_of, stream, NULL);
+  Py_XINCREF(user);
+  return user;
+}
+
 /* start_behind(previous, tensors..., scalars..., numbers...): the same after an EventHandle or, None, the caller's
  * stream, with outputs in the communication stream's memory. None where this torch has no guard of streams. */
 static PyObject *site_start_behind(PyObject *self, PyObject *const *args, Py_ssize_t num_args) {
@@ -847,45 +913,36 @@ static PyObject *site_start_behind(PyObject *self, PyObject *const *args, Py_ssi
   Given given;
   int64_t *of_call;
   StreamGuard guard = NULL;
-  PyObject *stream, *behind, *result = NULL;
-  if (torch.enter_stream == NULL || torch.leave_stream == NULL || num_args < 1) Py_RETURN_NONE;
+  PyObject *stream, *user, *result = NULL;
+  if (!has_guards() || num_args < 1) Py_RETURN_NONE;
   if ((stream = begin(site, args + 1, num_args - 1, &given, &of_call)) == NULL) return NULL;
-  /* (stream, previous_event, streams that use the outputs, communication stream, device) */
-  behind = PyObject_CallMethodObjArgs(site->core, name_behind, args[0], NULL);
-  if (behind != NULL && PyTuple_Check(behind) && PyTuple_Size(behind) == 5) {
-    void *communication = (void *)(uintptr_t)PyLong_AsUnsignedLongLongMask(PyTuple_GetItem(behind, 3));
-    int32_t device = (int32_t)PyLong_AsLong(PyTuple_GetItem(behind, 4));
-    of_call[kStream] = (int64_t)PyLong_AsUnsignedLongLongMask(PyTuple_GetItem(behind, 0));
-    of_call[kPrevious] = (int64_t)PyLong_AsUnsignedLongLongMask(PyTuple_GetItem(behind, 1));
-    if (!PyErr_Occurred() && torch.enter_stream(communication, device, &guard) == 0) {
-      PyObject *type, *value, *trace;
-      result = answer_later(site, PyTuple_GetItem(behind, 2), &given, of_call, stream);
-      PyErr_Fetch(&type, &value, &trace);
-      torch.leave_stream(guard);
-      PyErr_Restore(type, value, trace);
-    } else if (!PyErr_Occurred()) {
+  if (follow_event(site, args[0], stream, of_call) && (user = user_of(site, stream)) != NULL) {
+    if (torch.enter_stream(site->communication, site->device, &guard) == 0) {
+      result = answer_later(site, user, &given, of_call, stream);
+      leave_stream(guard);
+    } else {
       result = nothing();
     }
+    Py_DECREF(user);
   }
-  Py_XDECREF(behind);
   Py_DECREF(stream);
   return result;
 }
 
 /* Site(buffer, kept, plans, free_dims, num_scalars, num_numbers, strided, ordinary, core, raw_stream,
- * EventHandle, core.idle). */
+ * EventHandle, core.idle, core.users, communication stream, device). */
 static PyObject *site_new(PyTypeObject *type, PyObject *args, PyObject *keywords) {
-  unsigned long long buffer;
-  PyObject *kept, *plans, *free_dims, *core, *raw_stream, *handle_type, *idle;
-  int num_scalars, num_numbers, ordinary;
+  unsigned long long buffer, communication;
+  PyObject *kept, *plans, *free_dims, *core, *raw_stream, *handle_type, *idle, *users;
+  int num_scalars, num_numbers, ordinary, device;
   unsigned int strided;
   Py_ssize_t i, num_tensors;
   Site *site;
   allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
   (void)keywords;
-  if (!PyArg_ParseTuple(args, "KO!O!O!iiIpOOO!O!", &buffer, &PyDict_Type, &kept, &PyDict_Type, &plans, &PyTuple_Type,
-                        &free_dims, &num_scalars, &num_numbers, &strided, &ordinary, &core, &raw_stream, &PyType_Type,
-                        &handle_type, &PyList_Type, &idle))
+  if (!PyArg_ParseTuple(args, "KO!O!O!iiIpOOO!O!O!Ki", &buffer, &PyDict_Type, &kept, &PyDict_Type, &plans,
+                        &PyTuple_Type, &free_dims, &num_scalars, &num_numbers, &strided, &ordinary, &core, &raw_stream,
+                        &PyType_Type, &handle_type, &PyList_Type, &idle, &PyDict_Type, &users, &communication, &device))
     return NULL;
   num_tensors = PyTuple_Size(free_dims);
   if (num_tensors > kMaxTensors || num_numbers > kMaxNumbers) {
@@ -907,6 +964,10 @@ static PyObject *site_new(PyTypeObject *type, PyObject *args, PyObject *keywords
   Py_INCREF(raw_stream);
   Py_INCREF(handle_type);
   Py_INCREF(idle);
+  Py_INCREF(users);
+  site->users = users;
+  site->communication = (void *)(uintptr_t)communication;
+  site->device = device;
   site->handle_type = handle_type;
   site->idle = idle;
   site->kept = kept;
@@ -924,6 +985,7 @@ static int site_traverse(PyObject *self, visitproc visit, void *arg) {
   Py_VISIT(((Site *)self)->raw_stream);
   Py_VISIT(((Site *)self)->handle_type);
   Py_VISIT(((Site *)self)->idle);
+  Py_VISIT(((Site *)self)->users);
   return 0;
 }
 
@@ -934,6 +996,7 @@ static int site_clear(PyObject *self) {
   Py_CLEAR(((Site *)self)->raw_stream);
   Py_CLEAR(((Site *)self)->handle_type);
   Py_CLEAR(((Site *)self)->idle);
+  Py_CLEAR(((Site *)self)->users);
   return 0;
 }
 
@@ -952,19 +1015,20 @@ enum { kTorchBlock = 20 << 20 }; /* torch asks a pool for that much, or for up t
 
 /* place_rows(select, room, segment, begin, end, release, device, pool, x, bytes of an element, rows): (a tensor of so
  * many rows like those of x in a torch memory pool over a segment, its place in the segment); None: Python has to see
- * to it. An allocation that fails would have torch's C ABI print an error, so the segment must have room for one. */
+ * to it. An allocation that fails would have torch's C ABI print an error, so where the segment has no room for one,
+ * though the pool may have memory that is free, x's own method allocates, and what it raises is raised. */
 static PyObject *place_rows(PyObject *module, PyObject *const *args, Py_ssize_t num_args) {
   typedef deepep_status_t (*SelectFn)(void *);
   typedef uint64_t (*RoomFn)(void *);
   SelectFn choose;
   uint64_t room, place;
   char *segment;
-  void *address = NULL;
-  PyObject *device, *pool, *modes = NULL, *begun, *done, *object;
+  PyObject *device, *pool, *modes = NULL, *begun, *done, *object = NULL, *kind = NULL, *value = NULL, *trace = NULL;
   Seen x;
   Tensor tensor = NULL;
   int64_t sizes[2], strides[2] = {0, 1}, bytes;
-  int32_t dtype, type, index, failed = 1;
+  int32_t dtype, type, index;
+  int has_room, raised = 0;
   (void)module;
   if (num_args != 11) {
     PyErr_SetString(PyExc_TypeError, "place_rows: 11 arguments");
@@ -982,29 +1046,39 @@ static PyObject *place_rows(PyObject *module, PyObject *const *args, Py_ssize_t 
     return nothing();
   sizes[1] = strides[0] = x.sizes[1];
   room = ((RoomFn)(uintptr_t)PyLong_AsUnsignedLongLongMask(args[1]))(segment);
-  if (room < kTorchBlock || (room - kTorchBlock) / 2 / (uint64_t)bytes / (uint64_t)sizes[0] < (uint64_t)sizes[1])
-    return nothing();
+  has_room =
+      room >= kTorchBlock && (room - kTorchBlock) / 2 / (uint64_t)bytes / (uint64_t)sizes[0] >= (uint64_t)sizes[1];
   if (is_set(num_modes) && (modes = enter_guard(without_modes, NULL)) == NULL) return NULL;
   choose(segment);
   begun = PyObject_CallFunctionObjArgs(args[3], device, pool, NULL);
   if (begun != NULL) {
-    failed = torch.empty_strided(2, sizes, strides, dtype, type, index, &tensor);
+    if (has_room) {
+      if (torch.empty_strided(2, sizes, strides, dtype, type, index, &tensor) == 0) object = to_python(tensor);
+      PyErr_Clear();
+    } else {
+      object = PyObject_CallMethod(args[8], "new_empty", "(LL)", (long long)sizes[0], (long long)sizes[1]);
+      raised = object == NULL;
+    }
+    PyErr_Fetch(&kind, &value, &trace);
     done = PyObject_CallFunctionObjArgs(args[4], device, pool, NULL);
     Py_XDECREF(done);
     if (done != NULL) Py_XDECREF(PyObject_CallFunctionObjArgs(args[5], device, pool, NULL));
+    if (PyErr_Occurred()) Py_CLEAR(object);
     Py_DECREF(begun);
   }
-  if (PyErr_Occurred()) PyErr_Clear(); /* Python comes to the same, and raises it */
+  PyErr_Clear(); /* Python comes to the same, and raises it */
   choose(NULL);
   leave_guard(modes);
-  if (failed || tensor == NULL) return nothing();
-  if (torch.get_data_ptr(tensor, &address)) {
-    torch.delete_tensor_object(tensor);
+  if (raised) {
+    PyErr_Restore(kind, value, trace);
+    return NULL;
+  }
+  if (object == NULL || !look(object, &x)) {
+    Py_XDECREF(object);
     return nothing();
   }
-  place = (uint64_t)((char *)address - segment);
-  object = to_python(tensor);
-  return object == NULL ? NULL : Py_BuildValue("(NK)", object, (unsigned long long)place);
+  place = (uint64_t)((char *)x.address - segment);
+  return Py_BuildValue("(NK)", object, (unsigned long long)place);
 }
 
 /* ---- Module */
@@ -1074,20 +1148,92 @@ static PyObject *call_again(PyObject *module, PyObject *const *args, Py_ssize_t 
   return PyLong_FromLong(((EnterFn)(uintptr_t)function)((deepep_buffer_t)(uintptr_t)buffer, blob, blob + second, NULL));
 }
 
-/* stream_wait(function, event, stream or None): the status of deepep_event_stream_wait. */
-static PyObject *stream_wait(PyObject *module, PyObject *const *args, Py_ssize_t num_args) {
-  typedef deepep_status_t (*WaitFn)(void *, void *);
+/* of_event(function, event, stream or None): the status of a function of the C API that takes an event and a stream. */
+static PyObject *of_event(PyObject *module, PyObject *const *args, Py_ssize_t num_args) {
+  typedef deepep_status_t (*EventFn)(void *, void *);
   void *given[3] = {NULL, NULL, NULL};
   Py_ssize_t i;
   (void)module;
   if (num_args != 3) {
-    PyErr_SetString(PyExc_TypeError, "stream_wait: 3 arguments");
+    PyErr_SetString(PyExc_TypeError, "of_event: 3 arguments");
     return NULL;
   }
   for (i = 0; i < 3; i++)
     if (args[i] != Py_None) given[i] = (void *)(uintptr_t)PyLong_AsUnsignedLongLongMask(args[i]);
   if (PyErr_Occurred()) return NULL;
-  return PyLong_FromLong(((WaitFn)given[0])(given[1], given[2]));
+  return PyLong_FromLong(((EventFn)given[0])(given[1], given[2]));
+}
+
+/* mark_again(deepep_event_record, idle, raw_stream): the last launch of the list, taken out of it, with its event
+ * recorded on the caller's stream. None: Python has to do it, and says why it cannot be done. */
+static PyObject *mark_again(PyObject *module, PyObject *const *args, Py_ssize_t num_args) {
+  typedef deepep_status_t (*EventFn)(void *, void *);
+  PyObject *launch, *event = NULL, *stream = NULL;
+  Py_ssize_t idle;
+  void *given[2];
+  int done = 0;
+  (void)module;
+  if (num_args != 3 || !PyList_Check(args[1])) {
+    PyErr_SetString(PyExc_TypeError, "mark_again: a function, a list and a function");
+    return NULL;
+  }
+  if ((idle = PyList_Size(args[1])) == 0) Py_RETURN_NONE;
+  launch = PyList_GetItem(args[1], idle - 1);
+  Py_INCREF(launch);
+  if (PyList_SetSlice(args[1], idle - 1, idle, NULL) == 0 && (event = PyObject_GetAttr(launch, name_event)) != NULL &&
+      (stream = PyObject_CallNoArgs(args[2])) != NULL) {
+    given[0] = (void *)(uintptr_t)PyLong_AsUnsignedLongLongMask(event);
+    given[1] = (void *)(uintptr_t)PyLong_AsUnsignedLongLongMask(stream);
+    done = !PyErr_Occurred() && given[0] != NULL &&
+           ((EventFn)(uintptr_t)PyLong_AsUnsignedLongLongMask(args[0]))(given[0], given[1]) == 0;
+  }
+  Py_XDECREF(event);
+  Py_XDECREF(stream);
+  if (done) return launch;
+  Py_DECREF(launch);
+  return PyErr_Occurred() ? NULL : nothing();
+}
+
+/* record(tensor, user): torch's allocator learns that a stream uses a tensor, or None. */
+static PyObject *record(PyObject *module, PyObject *const *args, Py_ssize_t num_args) {
+  (void)module;
+  if (num_args != 2 || !PyTuple_Check(args[1])) {
+    PyErr_SetString(PyExc_TypeError, "record: a tensor and a tuple");
+    return NULL;
+  }
+  if (!record_user(args[0], args[1])) return NULL;
+  Py_RETURN_NONE;
+}
+
+static PyObject *can_guard(PyObject *module, PyObject *unused) {
+  (void)module;
+  (void)unused;
+  return PyBool_FromLong(has_guards());
+}
+
+/* inside(stream, device, function, arguments...): what the function returns, called while a CUDA stream is current. */
+static PyObject *inside(PyObject *module, PyObject *args) {
+  Py_ssize_t num_args = PyTuple_Size(args);
+  StreamGuard guard = NULL;
+  PyObject *of_function, *result = NULL;
+  void *stream;
+  int32_t device;
+  (void)module;
+  if (num_args < 3 || !has_guards()) {
+    PyErr_SetString(PyExc_TypeError, "inside: a stream, a device and a function");
+    return NULL;
+  }
+  stream = (void *)(uintptr_t)PyLong_AsUnsignedLongLongMask(PyTuple_GetItem(args, 0));
+  device = (int32_t)PyLong_AsLong(PyTuple_GetItem(args, 1));
+  if (PyErr_Occurred() || (of_function = PyTuple_GetSlice(args, 3, num_args)) == NULL) return NULL;
+  if (torch.enter_stream(stream, device, &guard) == 0) {
+    result = PyObject_Call(PyTuple_GetItem(args, 2), of_function, NULL);
+    leave_stream(guard);
+  } else {
+    PyErr_SetString(PyExc_RuntimeError, "torch cannot make the communication stream current");
+  }
+  Py_DECREF(of_function);
+  return result;
 }
 
 /* properties(tensor): (dtype, device type, device index) as torch's C ABI numbers them; the data's address; sizes. */
@@ -1166,7 +1312,11 @@ static PyType_Spec hook_spec = {"deepep_torch.Hook", sizeof(Hook), 0, Py_TPFLAGS
 static PyMethodDef functions[] = {{"start", start, METH_VARARGS, NULL},
                                   {"poll_counts", poll_counts, METH_VARARGS, NULL},
                                   {"call_again", (PyCFunction)(void (*)(void))call_again, METH_FASTCALL, NULL},
-                                  {"stream_wait", (PyCFunction)(void (*)(void))stream_wait, METH_FASTCALL, NULL},
+                                  {"of_event", (PyCFunction)(void (*)(void))of_event, METH_FASTCALL, NULL},
+                                  {"mark_again", (PyCFunction)(void (*)(void))mark_again, METH_FASTCALL, NULL},
+                                  {"record", (PyCFunction)(void (*)(void))record, METH_FASTCALL, NULL},
+                                  {"has_guards", can_guard, METH_NOARGS, NULL},
+                                  {"inside", inside, METH_VARARGS, NULL},
                                   {"place_rows", (PyCFunction)(void (*)(void))place_rows, METH_FASTCALL, NULL},
                                   {"operator_runs", operator_runs, METH_O, NULL},
                                   {"probe", probe, METH_O, NULL},
@@ -1189,14 +1339,17 @@ PyMODINIT_FUNC PyInit_deepep_torch(void) {
   name_refuse = PyUnicode_InternFromString("refuse");
   name_event = PyUnicode_InternFromString("event");
   name_new_launch = PyUnicode_InternFromString("launch_with_event");
-  name_behind = PyUnicode_InternFromString("behind");
+  name_launch = PyUnicode_InternFromString("_launch");
+  name_after = PyUnicode_InternFromString("after");
+  name_user_of = PyUnicode_InternFromString("user_of");
   name_is_neg = PyUnicode_InternFromString("is_neg");
   for (i = 0; i < kHandleAttributes; i++)
     if ((handle_names[i] = PyUnicode_InternFromString(handle_attributes[i])) == NULL) return NULL;
   if (module == NULL || type == NULL || hook_type == NULL || name_cdata == NULL || name_enter == NULL ||
       name_exit == NULL || name_record_stream == NULL || name_is_ready == NULL || name_enter_core == NULL ||
-      name_run == NULL || name_refuse == NULL || name_event == NULL || name_new_launch == NULL || name_behind == NULL ||
-      name_is_neg == NULL || PyModule_AddObject(module, "Site", type) != 0 ||
+      name_run == NULL || name_refuse == NULL || name_event == NULL || name_new_launch == NULL || name_launch == NULL ||
+      name_after == NULL || name_user_of == NULL || name_is_neg == NULL ||
+      PyModule_AddObject(module, "Site", type) != 0 ||
       PyModule_AddIntConstant(module, "version",
                               DEEPEP_VERSION_MAJOR * 10000 + DEEPEP_VERSION_MINOR * 100 + DEEPEP_VERSION_PATCH) != 0)
     return NULL;

@@ -1,11 +1,13 @@
 """How calls are ordered among streams on CUDA, without a GPU: over a kernel library that writes its calls down.
 
-    python ordering_program.py FOLDER STREAM
+    python ordering_program.py FOLDER STREAM RECORDS
 
-STREAM is the address of the caller's stream, 0 the default one. FOLDER, which DEEPEP_KERNELS names, holds that
-library as libdeepep_cpu.so; its streams are queues as on a GPU. torch's streams are stand-ins. Prints a line of JSON
-for each call: what the kernel library was asked in which order, with each event by the record that it is of; what
-torch's stand-ins saw; and how often torch's allocator was not told of a stream that uses a tensor.
+STREAM is the address of the caller's stream, 0 the default one. RECORDS says who tells torch's allocator of streams for
+the compiled face: "torch", a function of torch's libraries, or "Python", where a torch lacks that. FOLDER, which
+DEEPEP_KERNELS names, holds that library as libdeepep_cpu.so; its streams are queues as on a GPU. torch's streams are
+stand-ins. Prints a line of JSON for each call: what the kernel library was asked in which order, with each event by the
+record that it is of; what torch's stand-ins saw; and how often torch's allocator was not told of a stream that uses a
+tensor.
 """
 
 from __future__ import annotations
@@ -23,7 +25,11 @@ from pathlib import Path
 from typing import Any
 
 COMM, CURRENT = "communication", "current"
+STREAM_IDS = {COMM: 8, CURRENT: 1 << 40}
 REFUSALS = 4
+OTHER_GPU = -2
+gpu = [-1]  # the last one is the current GPU; that of the buffers is -1
+streams = {-1: int(sys.argv[2]), OTHER_GPU: 0x3000}  # that are current there
 seen: list[str] = []  # of torch's stand-ins
 told: set[tuple[int, str]] = set()  # storages and streams
 
@@ -31,8 +37,10 @@ told: set[tuple[int, str]] = set()  # storages and streams
 class Stream:
     """Stands for a torch stream."""
 
+    device_index, device_type = 3, 1
+
     def __init__(self, name: str) -> None:
-        self.name = name
+        self.name, self.stream_id = name, STREAM_IDS[name]
 
     def __enter__(self) -> None:
         seen.append(f"in {self.name}")
@@ -101,13 +109,30 @@ def leave_stream(guard: int) -> int:
     return 0
 
 
-def with_guards(c_abi: Callable[[], Any]) -> Callable[[], Any]:
-    """What the compiled face asks of torch, with these two in place of torch's."""
+@ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_uint64, ctypes.c_int64)
+def record_stream(tensor: int, device: int, stream: int) -> None:
+    """Stands for the function of torch's that record_stream comes to, which takes a stream by value."""
+    import torch as whole
+
+    torch = ctypes.CDLL(str(Path(whole.__file__).with_name("lib") / "libtorch_cpu.so"))
+    address, offset, dtype = ctypes.c_void_p(), ctypes.c_int64(), ctypes.c_int32()
+    torch.aoti_torch_get_data_ptr(ctypes.c_void_p(tensor), ctypes.byref(address))
+    torch.aoti_torch_get_storage_offset(ctypes.c_void_p(tensor), ctypes.byref(offset))
+    torch.aoti_torch_get_dtype(ctypes.c_void_p(tensor), ctypes.byref(dtype))
+    width = torch.aoti_torch_dtype_element_size(dtype)
+    if device & 0xFFFF == Stream.device_index << 8 | Stream.device_type:
+        names = [name for name, number in STREAM_IDS.items() if number == stream]
+        told.add(((address.value or 0) - offset.value * width, *names))
+
+
+def with_stand_ins(c_abi: Callable[[], Any]) -> Callable[[], Any]:
+    """What the compiled face asks of torch, with these in place of torch's."""
 
     def found() -> Any:
         addresses, objects = c_abi()
-        stand_ins = (ctypes.cast(one, ctypes.c_void_p).value for one in (enter_stream, leave_stream))
-        return (*addresses[:-2], *stand_ins), objects
+        guards = [ctypes.cast(one, ctypes.c_void_p).value for one in (enter_stream, leave_stream)]
+        record = ctypes.cast(record_stream, ctypes.c_void_p).value if sys.argv[3] == "torch" else 0
+        return (*addresses[:-3], *guards, record), objects
 
     return found
 
@@ -161,6 +186,7 @@ def as_on_gpus(core: Any) -> None:
     core.host_stream, core.raw_stream = False, functools.partial(operator.index, int(sys.argv[2]))
     core.comm_stream = Stream(COMM)
     core.__class__ = type("Core", (type(core),), {"torch_current_stream": lambda self: Stream(CURRENT)})
+    core.follow_streams()
 
 
 Calls = dict[str, tuple[Callable[..., Any], Any]]  # name: the call, and the tensors that it reads
@@ -235,11 +261,16 @@ def of_v1(buffer: Any, x: Any, rows: Any, idx: Any, weights: Any) -> tuple[Calls
         "dispatch, cached": (lambda **how: buffer.dispatch(x, handle=handle, **how), (x, of_handle)),
         "combine": (lambda **how: buffer.combine(x, handle, **how), (x, of_handle)),
     }
+    import deep_ep
+
     behind = {"async_finish": True}
     orders: Orders = {
         "asynchronous": lambda: (behind, {COMM}),
         "behind a call": lambda: (
             {**behind, "previous_event": buffer.combine(x, handle, async_finish=True)[2]}, {COMM, CURRENT}
+        ),
+        "behind a point": lambda: (
+            {**behind, "previous_event": deep_ep.Buffer.capture(), "allocate_on_comm_stream": True}, {COMM, CURRENT}
         ),
         "behind torch": lambda: (
             {**behind, "previous_event": event_of_torch(), "allocate_on_comm_stream": True}, {COMM, CURRENT}
@@ -312,6 +343,8 @@ def issue_low_latency(buffer: Any, recorder: Recorder, x: Any, idx: Any, weights
 
 def of_v2(buffer: Any, x: Any, rows: Any, idx: Any, weights: Any) -> tuple[Calls, Orders]:
     """The calls of ElasticBuffer."""
+    import deep_ep
+
     calls: Calls = {}
     for layout, expand in (("plain", False), ("expanded", True)):
         given = {"topk_idx": idx, "topk_weights": weights, "num_experts": 4, "do_expand": expand}
@@ -333,6 +366,9 @@ def of_v2(buffer: Any, x: Any, rows: Any, idx: Any, weights: Any) -> tuple[Calls
     orders: Orders = {
         "asynchronous": lambda: (behind, {COMM}),
         "on the communication stream": lambda: ({**behind, "allocate_on_comm_stream": True}, {COMM, CURRENT}),
+        "behind a point": lambda: (
+            {**behind, "previous_event": deep_ep.Buffer.capture(), "allocate_on_comm_stream": True}, {COMM, CURRENT}
+        ),
         "behind torch": lambda: (
             {**behind, "previous_event": event_of_torch(), "allocate_on_comm_stream": True}, {COMM, CURRENT}
         ),
@@ -344,9 +380,33 @@ def event_of_torch() -> Any:
     """An event that torch recorded."""
     from deep_ep.utils import EventHandle, EventOverlap
 
+    gpu.append(OTHER_GPU)
     event = EventHandle()
+    gpu.pop()
     event._torch = Event()
     return EventOverlap(event)
+
+
+def mark_points(core: Any, recorder: Recorder, destroy: Callable[[], None]) -> None:
+    """Makes points in the caller's stream and has it wait for them: with a buffer, on another GPU, without a buffer."""
+    from deep_ep import Buffer
+
+    core._points.idle.clear()
+    for name in ("first", "waited for on another GPU", "on another GPU", "without a buffer"):
+        if name == "without a buffer":
+            destroy()
+        gpu.append(OTHER_GPU if name == "on another GPU" else -1)
+        recorder.take()
+        event = Buffer.capture()
+        gpu[-1] = OTHER_GPU if name == "waited for on another GPU" else -1
+        event.current_stream_wait()
+        gpu.pop()
+        line = {"point": name, "event": event.event._launch.event if event.event._launch else 0}
+        core.host_stream = True
+        line["for the CPU engine"] = core.after(event.event, 0)
+        core.host_stream = False
+        print(json.dumps({**line, "trace": recorder.take()}))
+        del event
 
 
 def main(folder: str) -> None:
@@ -358,8 +418,9 @@ def main(folder: str) -> None:
 
     recorder, taken = Recorder(), count_taken()
     _torch.is_capturing = bool
+    _torch.gpu_in_use, _torch.stream_in_use = lambda: gpu[-1], lambda: streams[gpu[-1]]
     _torch.stream_context = lambda stream: stream
-    _torch.c_abi = with_guards(_torch.c_abi)
+    _torch.c_abi = with_stand_ins(_torch.c_abi)
     torch.Tensor.record_stream = lambda self, to: told.add((self.untyped_storage().data_ptr(), to.name))  # type: ignore
     x, idx = torch.zeros(16, 512, dtype=torch.bfloat16), torch.zeros(16, 8, dtype=torch.int64)
     weights, rows = torch.ones(16, 8), (torch.zeros(16, 512, dtype=torch.float8_e4m3fn), torch.ones(16, 4))
@@ -381,7 +442,7 @@ def main(folder: str) -> None:
         calls, orders = of(buffer, x, rows, idx, weights)
         play(version, core, recorder, calls, orders)
         record = torch.Tensor.record_stream
-        for name, (call, _) in calls.items() if "behind torch" in orders else ():
+        for name, (call, _) in calls.items() if "behind torch" in orders and sys.argv[3] == "Python" else ():
             for number in range(REFUSALS):
                 recorder.take()
                 torch.Tensor.record_stream = refuse_after(number)  # type: ignore
@@ -399,7 +460,7 @@ def main(folder: str) -> None:
             for name, (call, _) in calls.items():
                 if name.startswith("dispatch"):
                     print(json.dumps(refused(buffer, recorder, f"{version} {order} {name}", call, orders[order])))
-        buffer.destroy()
+        mark_points(core, recorder, buffer.destroy)
     print(json.dumps({"through the face": sum(taken)}))
 
 

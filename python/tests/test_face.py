@@ -580,6 +580,7 @@ def test_a_torch_that_lacks_some_functions(tmp_path):
             "import torch",
             "from deep_ep import _face, _torch",
             "_torch._WRAP, _torch._VIEWS, _torch._STREAMS = 'not there', ('no', 'no'), ('no', 'no')",
+            "_torch._RECORD = 'not there'",
             "from deep_ep import Bootstrap, Buffer",
             "buffer = Buffer(None, 1 << 20, engine='cpu', bootstrap=Bootstrap.file(0, 1, folder))",
             "idx = torch.arange(8).view(4, 2)",
@@ -617,28 +618,37 @@ def test_functions_of_torch_are_what_the_module_takes_them_for(tmp_path):
     fields = re.findall(r"(\w+) \(\*\w+\)\(([^;]*)\);", body)
     from deep_ep import _torch
 
-    names = (*_torch._C_ABI, *_torch._VIEWS, *_torch._STREAMS)
+    names = (*_torch._C_ABI, *_torch._VIEWS, *_torch._STREAMS, "at::native::record_stream_cuda")
     assert len(fields) == len(names)
     shim = "torch/csrc/inductor/aoti_torch"
     headers = [f"{shim}/c/shim.h", *(f"{shim}/generated/c_shim_{device}.h" for device in ("cpu", "cuda"))]
+    headers.append("ATen/ops/record_stream_native.h")
     lines = [*(f"#include <{header}>" for header in headers), "using Tensor = AtenTensorHandle;"]
     lines.append("using StreamGuard = CUDAStreamGuardHandle;")
+    lines.append("using TensorRef = at::Tensor &; using Stream = at::Stream;")
     lines.append("namespace at { class TensorBase; }")
     lines.append("PyObject *THPVariable_Wrap(const at::TensorBase &);")
     for (result, arguments), name in zip(fields, names, strict=True):
         lines.append(f'static_assert(std::is_same<decltype(&{name}), {result} (*)({arguments})>::value, "");')
-    (tmp_path / "check.cpp").write_text("#include <Python.h>\n#include <type_traits>\n" + "\n".join(lines) + "\n")
+    fields = text[text.index("typedef struct Stream {") : text.index("} Stream;")].replace("Stream", "Copy")
+    lines.append(f"""
+        {fields}}} Copy;
+        int main() {{
+          at::Stream stream(at::Stream::UNSAFE, at::Device(at::kCUDA, 3), 1ll << 40);
+          static_assert(sizeof(Copy) == sizeof stream && std::is_trivially_copyable<at::Stream>::value, "");
+          Copy copy;
+          memcpy(&copy, &stream, sizeof copy);
+          return copy.type == 1 && copy.index == 3 && copy.id == 1ll << 40 ? 0 : 1;
+        }}""")
+    source, program = tmp_path / "check.cpp", tmp_path / "check"
+    source.write_text("#include <Python.h>\n#include <cstring>\n#include <type_traits>\n" + "\n".join(lines) + "\n")
     include = Path(torch.__file__).parent / "include"
-    command = [
-        "g++",
-        "-std=c++17",
-        "-fsyntax-only",
-        "-DUSE_CUDA",
-        f"-I{include}",
-        f"-I{sysconfig.get_paths()['include']}",
-    ]
-    done = subprocess.run([*command, str(tmp_path / "check.cpp")], capture_output=True, text=True)
+    of_python = sysconfig.get_paths()["include"]
+    command = ["g++", "-std=c++17", "-DNDEBUG", "-DUSE_CUDA", f"-I{include}", f"-I{of_python}", "-o", str(program)]
+    libraries = [f"-L{include.parent / 'lib'}", f"-Wl,-rpath,{include.parent / 'lib'}", "-lc10"]
+    done = subprocess.run([*command, str(source), *libraries], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+    assert subprocess.run([str(program)]).returncode == 0, "another layout of at::Stream"
 
 
 def rank_modes_of_v2(ctx):

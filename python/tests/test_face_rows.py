@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import weakref
 
+import pytest
 import torch
 
 import checks
@@ -52,12 +54,28 @@ def test_rows_are_placed_in_a_pool():
 
 
 @checks.needs_face
-def test_rows_for_which_a_pool_may_have_no_room_are_pythons():
+def test_rows_for_which_a_segment_may_have_no_room_are_of_a_method(monkeypatch):
+    """The pool may have memory that is free: torch says so, or raises what its C ABI would print."""
     x = torch.ones(5, 256, dtype=torch.float8_e4m3fn)
-    for room in (0, 20 << 20, (20 << 20) + 2 * 40 * 256 - 1):
+    whole = ["select", *((name, 3, (0, 7)) for name in ("begin", "end", "release")), "none"]
+    asked = []
+
+    def full(self, *shape):
+        asked.append(shape)
+        raise torch.OutOfMemoryError("no room")
+
+    for room, short in ((0, 1), (20 << 20, 1), ((20 << 20) + 2 * 40 * 256 - 1, 1), ((20 << 20) + 2 * 40 * 256, 0)):
         pool = Pool(room)
-        assert pool.place(x, 40) is None and pool.seen == []
-    assert Pool((20 << 20) + 2 * 40 * 256).place(x, 40) is not None
+        rows, place = pool.place(x, 40)
+        assert rows.shape == (40, 256) and rows.dtype == x.dtype and rows.data_ptr() == place + 4096
+        assert pool.seen == whole
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.Tensor, "new_empty", full)
+            pool.seen.clear()
+            with pytest.raises(torch.OutOfMemoryError) if short else contextlib.nullcontext():
+                pool.place(x, 40)
+            assert pool.seen == whole and len(asked) == short
+            asked.clear()
     pool = Pool(1 << 30)
     assert pool.place(x, 0) is None and pool.place(x[0], 4) is None and pool.seen == []
 

@@ -50,6 +50,8 @@ int32_t fake_enter_stream(void *stream, int32_t device, void **guard) {
   return 0;
 }
 int32_t fake_leave_stream(void *guard) { return guard == NULL; }
+/* Stands for torch's record of a stream. */
+void fake_record_stream(void *tensor, uint64_t device, int64_t stream) { (void)tensor, (void)device, (void)stream; }
 static dk_status *status, *before; /* of the newest team, and of the one before it */
 /* A graph of the team before runs a call. */
 int32_t fake_replay(void *unused) {

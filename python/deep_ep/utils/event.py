@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any
@@ -21,13 +22,20 @@ class EventHandle:
     _held: tuple[Any, ...]  # tensors of the call, if the caller asked for that
     _users: tuple[Any, ...] | None
     _stream: int | None
+    _torch: Any
 
     @opaque
     def __init__(self) -> None:
-        self._core: Any = None
-        self._launch: Any = None
-        self._home: list[Any] = []
-        self._torch = _torch.recorded_event()
+        points: Any = points_on.get(_torch.gpu_in_use()) if points_on else None
+        self._users = self._stream = self._torch = None
+        self._core: Any = points
+        self._home: Any = None
+        launch: Any = None
+        if points is not None:
+            self._home, launch = points.idle, points.again() or points.take()
+        if launch is None:
+            self._torch = _torch.recorded_event()
+        self._launch: Any = launch
 
     @classmethod
     def _of_call(
@@ -39,14 +47,14 @@ class EventHandle:
             core: of the buffer.
             launch, home: the call's launch, and who takes it back.
             users: CUDA: tensors that the communication stream uses. They live until the stream to whom their memory
-                belongs waits for this point. Torch's allocator is told of them only if it never does: record_stream
-                gives up the interpreter's lock, and costs each tensor an event when it is freed.
+                belongs waits for this point. Torch's allocator is told of them only if it never does: that costs
+                each tensor an event when it is freed.
             stream: the address of that stream, the caller's.
         """
         handle = cls.__new__(cls)
         handle._torch, handle._core, handle._home = None, core, home
-        handle._launch = launch
         handle._users, handle._stream = users, stream
+        handle._launch = launch  # last: __del__ needs the others
         return handle
 
     @opaque
@@ -56,21 +64,36 @@ class EventHandle:
         Raises:
             DeepEPError: the call that this point ends failed.
         """
-        if self._launch is not None:
-            waits = self._core.current_stream_wait(self._launch)
-            if self._users is not None and waits == self._stream:
+        launch = self._launch
+        if launch is not None:
+            core = self._core
+            if core.host_stream:
+                core.wait_for(launch)
+                return
+            stream = core.raw_stream()  # 0: the default stream
+            status = core.stream_wait(launch.event, stream)
+            if status:
+                raise core.native.error(status)
+            if self._users is not None and stream == self._stream:
                 self._users = None  # what is freed now is used again behind the wait
         elif self._torch is not None:
             _torch.wait_for(self._torch)
 
     def __del__(self) -> None:
-        if getattr(self, "_launch", None) is not None:
-            core, users = self._core, getattr(self, "_users", None)
+        try:
+            launch = self._launch
+        except AttributeError:  # to make it was interrupted
+            return
+        if launch is not None:
+            core = self._core
             try:
-                if users is not None:
-                    core.record_on_comm_stream(users)
+                if self._users is not None:
+                    core.record_on_comm_stream(self._users)
             finally:
-                core.give_launch(self._launch, self._home)
+                if launch in core.kept:
+                    launch.home = self._home
+                elif core.native.alive:
+                    self._home.append(launch)
 
 
 class EventOverlap:
@@ -165,3 +188,16 @@ def no_event() -> EventOverlap:
 
 
 _new = object.__new__
+
+# Of each GPU with a buffer: who makes points in its streams for an EventHandle without arguments.
+points_on: dict[int, Any] = {}
+_of_parent: list[dict[int, Any]] = []
+
+
+def _leave_to_parent() -> None:
+    """In a forked child, which has no CUDA, and must not destroy the parent's events."""
+    _of_parent.append(dict(points_on))
+    points_on.clear()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
