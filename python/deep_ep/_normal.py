@@ -257,7 +257,7 @@ class NormalMode:
                         missing = face.worst(ordered, inputs, expert_alignment, num_worst_tokens, where)
                     else:
                         if ordered is not False:
-                            order = Ordering(core, previous_event, True, allocate_on_comm_stream)
+                            order = Ordering.of(core, ordered)
                         missing = call_in_order(face.fresh, order, inputs, expert_alignment, where)
                 elif handle is not None and topk_idx is None and topk_weights is None:
                     missing = face.cached(ordered, data, scales, handle, where)

@@ -36,12 +36,24 @@ class Ordering:
     def __init__(
         self, core: Core, previous_event: EventOverlap | None, async_finish: bool, allocate_on_comm_stream: bool
     ) -> None:
-        self.core = core
-        self.async_finish = async_finish if async_finish is True else check_flag("async_finish", async_finish)
-        self.previous = None if previous_event is None else event_of(previous_event)
-        if check_flag("allocate_on_comm_stream", allocate_on_comm_stream):
-            both = self.previous is not None and async_finish
-            assertion(bool(both), "allocate_on_comm_stream needs both previous_event and async_finish")
+        asynchronous = check_flag("async_finish", async_finish)
+        previous = None if previous_event is None else event_of(previous_event)
+        assertion(
+            not check_flag("allocate_on_comm_stream", allocate_on_comm_stream)
+            or (previous is not None and asynchronous),
+            "allocate_on_comm_stream needs both previous_event and async_finish",
+        )
+        self._begin(core, asynchronous, previous)
+
+    @classmethod
+    def of(cls, core: Core, ordered: Ordered) -> Ordering:
+        """CUDA engine: of an asynchronous call that Core.ordered has looked at."""
+        order = cls.__new__(cls)
+        order._begin(core, True, ordered[0] if type(ordered) is tuple else None)
+        return order
+
+    def _begin(self, core: Core, async_finish: bool, previous: EventHandle | None) -> None:
+        self.core, self.async_finish, self.previous = core, async_finish, previous
         # Memory from the caller's stream may still be in use there; a call that was given an event does not wait for
         # that stream, so its outputs come from the communication stream's pool.
         self.on_comm = not core.host_stream and self.previous is not None
