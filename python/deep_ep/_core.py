@@ -412,7 +412,7 @@ class Points:
         self.idle: list[Launch] = []  # events that nobody has
         record = core.native.lib.with_gil.deepep_event_record
         self._record, self._marked = _face.of_event(record), core.raw_stream
-        # take() where there is an idle event; None: take() has to do it.
+        # An EventOverlap with a point; None: take() has to make it.
         self.again = _face.mark_again(record, self.idle, core.raw_stream)
 
     def take(self) -> Launch | None:

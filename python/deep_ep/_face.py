@@ -21,7 +21,7 @@ from ._lib import library
 from ._native import Launch
 from ._torch import DType
 from .errors import switch
-from .utils.event import EventHandle
+from .utils.event import EventHandle, EventOverlap
 
 SETTING = "DEEPEP_TORCH_FACE"
 FILE = "deepep_torch.abi3.so"
@@ -172,7 +172,9 @@ def address_of(function: Any) -> int:
 
 
 def mark_again(record: Any, idle: list[Launch], raw_stream: Any) -> Any:
-    """A function that takes a launch of `idle` and records its event on the caller's stream; None: Python has to.
+    """A function that makes a point by the event of a launch in `idle`; its argument is the Points.
+
+    It returns an EventOverlap with the present end of the caller's stream, or None if Python has to make it.
 
     Args:
         record: deepep_event_record.
@@ -182,10 +184,10 @@ def mark_again(record: Any, idle: list[Launch], raw_stream: Any) -> Any:
     module = load()
     if module is None:
         return _nothing
-    return functools.partial(module.mark_again, address_of(record), idle, raw_stream)
+    return functools.partial(module.mark_again, address_of(record), idle, raw_stream, EventHandle, EventOverlap)
 
 
-def _nothing() -> None:
+def _nothing(points: Any) -> None:
     pass
 
 

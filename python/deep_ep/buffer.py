@@ -18,7 +18,7 @@ from .bootstrap import Bootstrap
 from .config import Config, low_latency_size_hint
 from .errors import assertion, check_flag, check_int, no_effect, type_error, value_error
 from .utils import EventHandle, EventOverlap
-from .utils.event import no_event
+from .utils.event import captured
 
 __all__ = ["Buffer", "Config", "EventHandle", "EventOverlap"]
 
@@ -1043,13 +1043,7 @@ class Buffer:
         """SMs of calls without a config: what set_num_sms or an assignment says; 0: the library's choice."""
         return cls.num_sms if cls._num_sms_given or cls.num_sms != DEFAULT_NUM_SMS else 0
 
-    @staticmethod
-    @opaque
-    def capture() -> EventOverlap:
-        """The present end of the current stream."""
-        point = no_event()
-        point.event = EventHandle()
-        return point
+    capture = staticmethod(captured)
 
     @staticmethod
     def is_sm90_compiled() -> bool:

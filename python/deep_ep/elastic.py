@@ -36,6 +36,7 @@ from .bootstrap import Bootstrap
 from .buffer import MAX_SECONDS, Buffer, Runtime, _choose_engine
 from .errors import assertion, check_flag, check_int, type_error, value_error
 from .utils import EventHandle
+from .utils.event import captured
 
 __all__ = [
     "EPHandle",
@@ -392,7 +393,9 @@ class ElasticBuffer(BufferBase):
     @opaque
     def capture() -> EventHandle:
         """The present end of the current stream."""
-        return EventHandle()
+        point = captured().event
+        assert point is not None
+        return point
 
     # ---- dispatch and combine
 

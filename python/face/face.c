@@ -655,6 +655,10 @@ static PyObject *make_hook(const Site *site, const Given *given, PyObject *got, 
  * constant, a new object of a type, or a hook, or makes a tuple of the last ones; deep_ep/_face.py has the same. */
 enum { kEntry = 0, kGiven = 1, kThing = 2, kNew = 3, kHook = 4, kTuple = 5, kMaxStack = 16 };
 
+static PyObject *new_object(PyObject *type) {
+  return ((allocfunc)PyType_GetSlot((PyTypeObject *)type, Py_tp_alloc))((PyTypeObject *)type, 0);
+}
+
 /* `newest`: the last new object, which the result holds. */
 static PyObject *shape(const Site *site, const Given *given, PyObject *got, PyObject *how, PyObject **newest) {
   PyObject *stack[kMaxStack], *constants = PyTuple_GetItem(how, 1), *one;
@@ -675,8 +679,8 @@ static PyObject *shape(const Site *site, const Given *given, PyObject *got, PyOb
     if (one != NULL) {
       Py_INCREF(one);
     } else if (step[0] == kNew) {
-      PyTypeObject *type = (PyTypeObject *)PyTuple_GetItem(constants, (Py_ssize_t)step[1]);
-      if (type != NULL) one = *newest = ((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
+      PyObject *type = PyTuple_GetItem(constants, (Py_ssize_t)step[1]);
+      if (type != NULL) one = *newest = new_object(type);
     } else if (step[0] == kHook) {
       one = make_hook(site, given, got, PyTuple_GetItem(constants, (Py_ssize_t)step[1]));
     } else if (step[0] == kTuple && step[1] <= depth && (one = PyTuple_New((Py_ssize_t)step[1])) != NULL) {
@@ -695,9 +699,17 @@ static PyObject *shape(const Site *site, const Given *given, PyObject *got, PyOb
   return NULL;
 }
 
+/* An EventHandle with these attributes. */
+static PyObject *new_handle(PyObject *type, PyObject *const *values) {
+  PyObject *handle = new_object(type);
+  int i;
+  for (i = 0; handle != NULL && i < kHandleAttributes; i++)
+    if (PyObject_SetAttr(handle, handle_names[i], values[i]) != 0) Py_CLEAR(handle);
+  return handle;
+}
+
 /* An EventHandle of a call that was launched: its launch, and the tensors that the communication stream uses. */
 static PyObject *make_handle(const Site *site, const Given *given, PyObject *got, PyObject *launch, PyObject *stream) {
-  PyTypeObject *type = (PyTypeObject *)site->handle_type;
   PyObject *handle, *users;
   Py_ssize_t num_made = PyTuple_Size(got), i;
   if ((users = PyTuple_New(site->num_tensors + num_made)) == NULL) return NULL;
@@ -707,14 +719,9 @@ static PyObject *make_handle(const Site *site, const Given *given, PyObject *got
     Py_INCREF(one);
     PyTuple_SetItem(users, i, one);
   }
-  if ((handle = ((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0)) != NULL) {
+  {
     PyObject *const values[kHandleAttributes] = {site->core, site->idle, users, stream, Py_None, launch};
-    for (i = 0; i < kHandleAttributes; i++) {
-      if (PyObject_SetAttr(handle, handle_names[i], values[i]) == 0) continue;
-      Py_DECREF(handle);
-      handle = NULL;
-      break;
-    }
+    handle = new_handle(site->handle_type, values);
   }
   Py_DECREF(users);
   return handle;
@@ -1164,17 +1171,18 @@ static PyObject *of_event(PyObject *module, PyObject *const *args, Py_ssize_t nu
   return PyLong_FromLong(((EventFn)given[0])(given[1], given[2]));
 }
 
-/* mark_again(deepep_event_record, idle, raw_stream): the last launch of the list, taken out of it, with its event
- * recorded on the caller's stream. None: Python has to do it, and says why it cannot be done. */
+/* mark_again(deepep_event_record, idle, raw_stream, EventHandle, EventOverlap, points): an EventOverlap with the
+ * present end of the caller's stream, by the event of the last launch of the list. None: Python has to do it, and says
+ * why it cannot be done. */
 static PyObject *mark_again(PyObject *module, PyObject *const *args, Py_ssize_t num_args) {
   typedef deepep_status_t (*EventFn)(void *, void *);
-  PyObject *launch, *event = NULL, *stream = NULL;
+  PyObject *launch, *event = NULL, *stream = NULL, *handle, *overlap = NULL;
   Py_ssize_t idle;
   void *given[2];
   int done = 0;
   (void)module;
-  if (num_args != 3 || !PyList_Check(args[1])) {
-    PyErr_SetString(PyExc_TypeError, "mark_again: a function, a list and a function");
+  if (num_args != 6 || !PyList_Check(args[1]) || !PyType_Check(args[3]) || !PyType_Check(args[4])) {
+    PyErr_SetString(PyExc_TypeError, "mark_again: a function, a list, a function, two types and an object");
     return NULL;
   }
   if ((idle = PyList_Size(args[1])) == 0) Py_RETURN_NONE;
@@ -1189,9 +1197,15 @@ static PyObject *mark_again(PyObject *module, PyObject *const *args, Py_ssize_t 
   }
   Py_XDECREF(event);
   Py_XDECREF(stream);
-  if (done) return launch;
+  if (done) {
+    PyObject *const values[kHandleAttributes] = {args[5], args[1], Py_None, Py_None, Py_None, launch};
+    if ((handle = new_handle(args[3], values)) != NULL && (overlap = new_object(args[4])) != NULL &&
+        PyObject_SetAttr(overlap, name_event, handle) != 0)
+      Py_CLEAR(overlap);
+    Py_XDECREF(handle);
+  }
   Py_DECREF(launch);
-  return PyErr_Occurred() ? NULL : nothing();
+  return done || PyErr_Occurred() ? overlap : nothing();
 }
 
 /* record(tensor, user): torch's allocator learns that a stream uses a tensor, or None. */

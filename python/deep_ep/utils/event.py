@@ -29,10 +29,8 @@ class EventHandle:
         points: Any = points_on.get(_torch.gpu_in_use()) if points_on else None
         self._users = self._stream = self._torch = None
         self._core: Any = points
-        self._home: Any = None
-        launch: Any = None
-        if points is not None:
-            self._home, launch = points.idle, points.again() or points.take()
+        self._home: Any = None if points is None else points.idle
+        launch: Any = None if points is None else points.take()
         if launch is None:
             self._torch = _torch.recorded_event()
         self._launch: Any = launch
@@ -188,6 +186,18 @@ def no_event() -> EventOverlap:
 
 
 _new = object.__new__
+
+
+@opaque
+def captured() -> EventOverlap:
+    """The present end of the current stream."""
+    points = points_on.get(_torch.gpu_in_use()) if points_on else None
+    overlap: EventOverlap | None = None if points is None else points.again(points)
+    if overlap is None:
+        overlap = no_event()
+        overlap.event = EventHandle()
+    return overlap
+
 
 # Of each GPU with a buffer: who makes points in its streams for an EventHandle without arguments.
 points_on: dict[int, Any] = {}
