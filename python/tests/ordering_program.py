@@ -32,6 +32,7 @@ gpu = [-1]  # the last one is the current GPU; that of the buffers is -1
 streams = {-1: int(sys.argv[2]), OTHER_GPU: 0x3000}  # that are current there
 seen: list[str] = []  # of torch's stand-ins
 told: set[tuple[int, str]] = set()  # storages and streams
+asked: list[str] = []  # of Core, by whoever orders a call
 
 
 class Stream:
@@ -185,7 +186,14 @@ def as_on_gpus(core: Any) -> None:
     core.ensure_ready()
     core.host_stream, core.raw_stream = False, functools.partial(operator.index, int(sys.argv[2]))
     core.comm_stream = Stream(COMM)
-    core.__class__ = type("Core", (type(core),), {"torch_current_stream": lambda self: Stream(CURRENT)})
+    kind = type(core)
+
+    def after(self: Any, *args: Any) -> Any:
+        asked.append("after")
+        return kind.after(self, *args)
+
+    methods = {"torch_current_stream": lambda self: Stream(CURRENT), "after": after}
+    core.__class__ = type("Core", (kind,), methods)
     core.follow_streams()
 
 
@@ -200,10 +208,10 @@ def play(version: str, core: Any, recorder: Recorder, calls: Calls, orders: Orde
             for turn in range(3):
                 how, streams = make()
                 recorder.take()
-                seen.clear()
-                told.clear()
+                for notes in (seen, told, asked):
+                    notes.clear()
                 outputs = call(**how)
-                found: dict[str, Any] = {"torch": sorted(set(seen))}
+                found: dict[str, Any] = {"torch": sorted(set(seen)), "asked": len(asked)}
                 used = storages((inputs, outputs))
                 held, own = held_by(outputs[-1]), storages(outputs) - storages(inputs)
                 users = {(one, COMM) for one in used} | {(one, CURRENT) for one in own if CURRENT in streams}
