@@ -449,7 +449,7 @@ class ElasticFace:
             weights_at, recv_at: places of topk_weights and of the given recv_x among the tensors.
             column: elements from one column of received scales to the next.
         """
-        (x, scales), shape = sent, kind.shape
+        (x, scales), shape, slab = sent, kind.shape, HANDLE if kind.worst else DATA
         x_type, hidden = _torch.items(x)
         args = _abi.sized(
             _abi.DispatchArgs, x_type=x_type, hidden=hidden, index_type=INDEX_TYPES[topk_idx.dtype],
@@ -478,10 +478,10 @@ class ElasticFace:
         if shape.expand:
             p.none()
         else:
-            sources["recv_topk_idx"] = p.output(topk_idx.dtype, rows, constant(shape.num_topk), slab=DATA)
+            sources["recv_topk_idx"] = p.output(topk_idx.dtype, rows, constant(shape.num_topk), slab=slab)
         if topk_weights is None:
             p.none()
         else:
             choices = () if shape.expand else (constant(shape.num_topk),)
-            sources["recv_topk_weights"] = p.output(FLOAT32, rows, *choices, slab=DATA)
+            sources["recv_topk_weights"] = p.output(FLOAT32, rows, *choices, slab=slab)
         return p.struct(args, **sources)

@@ -324,7 +324,7 @@ class NormalFace:
         source = p.output(INT32, rows, slab=HANDLE)
         handle = self._handle(p, rows, size(X, 0), matrix, head, source, constant(0))
         notify = self._notify_args(p, inputs, alignment, worst, handle)
-        args = self._dispatch_args(p, inputs, rows, handle, x_out, segment, offset)
+        args = self._dispatch_args(p, inputs, rows, handle, x_out, segment, offset, HANDLE)
         p.write(args, _abi.DispatchArgs, "num_worst_tokens", rows)
         p.call(self._lib.deepep_dispatch_at_once, notify, args, _face.call_struct(p, config, 3))
         p.read(handle + _abi.Handle.exchange.offset)
@@ -456,8 +456,9 @@ class NormalFace:
         recv_x: Source,
         segment: Source,
         offset: Source,
+        slab: int = DATA,
     ) -> int:
-        """deepep_dispatch_args, and the outputs beside recv_x: scales, topk_idx and topk_weights."""
+        """deepep_dispatch_args, and the outputs beside recv_x: scales, topk_idx and topk_weights (these of `slab`)."""
         x, scales, _, _, per_expert, idx, weights = inputs
         assert x is not None
         x_type, hidden = _torch.items(x)
@@ -479,6 +480,6 @@ class NormalFace:
         else:
             args.num_topk, args.index_type = idx.shape[1], INDEX_TYPES[idx.dtype]
             sources |= {"topk_idx": address(IDX), "topk_weights": address(WEIGHTS)}
-            sources["recv_topk_idx"] = p.output(idx.dtype, rows, constant(idx.shape[1]), slab=DATA)
-            sources["recv_topk_weights"] = p.output(FLOAT32, rows, constant(idx.shape[1]), slab=DATA)
+            sources["recv_topk_idx"] = p.output(idx.dtype, rows, constant(idx.shape[1]), slab=slab)
+            sources["recv_topk_weights"] = p.output(FLOAT32, rows, constant(idx.shape[1]), slab=slab)
         return p.struct(args, **sources)

@@ -555,15 +555,17 @@ def rank_shared(ctx):
             per_rank, _, per_expert, in_rank, _ = layout
             counts = {"num_tokens_per_rank": per_rank, "num_tokens_per_expert": per_expert, "is_token_in_rank": in_rank}
             fresh = buffer.dispatch(x, **counts, topk_idx=idx, topk_weights=weights)
+            worst = buffer.dispatch(x, **counts, topk_idx=idx, topk_weights=weights, num_worst_tokens=64 * ctx.size)
             ll = buffer.low_latency_dispatch(x, idx, tokens, experts, use_fp8=True)
         matrix, _, _, source, _, head = fresh[4]
-        together = flat(layout), [matrix, head], [source, *fresh[1:3]], [ll[1], *ll[2][:2]]
+        at_once = [worst[4][0], worst[4][3], worst[4][5], *worst[1:3]]
+        together = flat(layout), [matrix, head], [source, *fresh[1:3]], at_once, [ll[1], *ll[2][:2]]
         for group in together:
             assert len({one.untyped_storage().data_ptr() for one in group}) == 1
             places = sorted((one.data_ptr(), one.data_ptr() + one.nbytes) for one in group)
             assert all(place % 64 == 0 for place, _ in places)
             assert all(end <= start for (_, end), (start, _) in zip(places, places[1:], strict=False)), places
-        alone_ones = [fresh[0], *ll[0]]
+        alone_ones = [fresh[0], worst[0], *ll[0]]
         storages = {one.untyped_storage().data_ptr() for group in (*together, alone_ones) for one in group}
         assert len(storages) == len(together) + len(alone_ones)
 
