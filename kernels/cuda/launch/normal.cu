@@ -73,13 +73,12 @@ cudaError_t load_normal_kernels(const Device &device) {
   if (error == cudaSuccess) error = load(deep_ep::intranode::notify_dispatch, 0);
   if (error == cudaSuccess) error = load(deep_ep::intranode::dispatch<false>, limit80);
   if (error == cudaSuccess) error = load(deep_ep::intranode::dispatch_at_once<false>, limit80);
-  if (error == cudaSuccess) error = load(deep_ep::intranode::combine_at_once<false>, limit80);
+  if (error == cudaSuccess) error = load(deep_ep::intranode::combine_at_once, limit80);
   if (error == cudaSuccess) error = load(deep_ep::intranode::combine<false, false>, limit80);
   if (error == cudaSuccess) error = load(deep_ep::intranode::combine<false, true>, limit80);
 #if DEEPEP_SM90
   if (error == cudaSuccess && bulk) error = load(deep_ep::intranode::dispatch<true>, limit90);
   if (error == cudaSuccess && bulk) error = load(deep_ep::intranode::dispatch_at_once<true>, limit90);
-  if (error == cudaSuccess && bulk) error = load(deep_ep::intranode::combine_at_once<true>, limit90);
   if (error == cudaSuccess && bulk) error = load(deep_ep::intranode::combine<true, false>, limit90);
   if (error == cudaSuccess && bulk) error = load(deep_ep::intranode::combine<true, true>, limit90);
 #else
@@ -269,7 +268,6 @@ bool combines_at_once(const Team *team, const CombineParams &p) {
   if (!routed) return team->normal_copies == nullptr;  // its dispatch has looked at the rest
   return from_each * num_ranks <= kAtOnceRows && from_each * num_ranks * p.num_topk <= kAtOnceTerms;
 }
-template <bool kBulk>
 int32_t launch_combine_at_once(dk_combine_params *p, const CombineParams &c, int blocks) {
   auto *team = handle_of<Team>(p->team);
   blocks = min(blocks, kAtOnceBlocks);
@@ -280,14 +278,10 @@ int32_t launch_combine_at_once(dk_combine_params *p, const CombineParams &c, int
   params.by_local = Divisor(max(c.num_experts / team->view.num_ranks, 1));
   params.rows_each = ceil_div(max(c.num_recv_tokens, 0), with_rows);
   params.tokens_each = ceil_div(c.num_tokens, with_rows);
-  if (CombineAtOnceShared(c, params.rows_each, params.tokens_each, 0).bytes > shared_limit<false>(*team->device))
-    return DK_EINVAL;  // more rows than the handle's number of tokens
-  if (kBulk) params.term_bytes = term_bytes_for(c.row_bytes, max(params.tokens_each, 1u));
-  const size_t shared = CombineAtOnceShared(c, params.rows_each, params.tokens_each, params.term_bytes).bytes;
-  if constexpr (kBulk)
-    if (shared > shared_limit<true>(*team->device)) return launch_combine_at_once<false>(p, c, blocks);
+  const size_t shared = CombineAtOnceShared(c, params.rows_each, params.tokens_each).bytes;
+  if (shared > shared_limit<false>(*team->device)) return DK_EINVAL;  // more rows than the handle's number of tokens
   const OnDevice on(team->device);
-  deep_ep::intranode::combine_at_once<kBulk><<<blocks, kAtOnceThreads, shared, stream_of(p->stream)>>>(params);
+  deep_ep::intranode::combine_at_once<<<blocks, kAtOnceThreads, shared, stream_of(p->stream)>>>(params);
   return launched(p);
 }
 
@@ -402,6 +396,7 @@ int32_t launch_at_once(dk_dispatch_params *p, const DispatchParams &d, int block
   } while (AtOnceShared(params).bytes > shared_limit<false>(*team->device) && blocks++ < kAtOnceBlocks);
   if (AtOnceShared(params).bytes > shared_limit<false>(*team->device)) return DK_EINVAL;  // tokens that go nowhere
   if constexpr (kBulk) {
+    if (uint64_t{params.rows_each} * d.row_bytes < kLeastBulkRows) return launch_at_once<false>(p, d, blocks);
     const size_t limit = shared_limit<true>(*team->device);
     params.copy_bytes = min(d.row_bytes, kCopyPiece);
     const auto fits = [&] { return ++params.copiers <= kMaxCopiers && AtOnceShared(params).bytes <= limit; };
@@ -469,14 +464,12 @@ DK_EXPORT int32_t dk_combine(dk_combine_params *p) {
   const int blocks = blocks_for(team, p->num_sms);
   if (is_remote(team)) return internode_combine(p, c, blocks);
   if (c.ring.slots == 0) return DK_EUNSUPPORTED;  // nvl region under min_nvl_bytes
-  const bool at_once = combines_at_once(team, c);
+  if (combines_at_once(team, c)) return launch_combine_at_once(p, c, blocks);
 #if DEEPEP_SM90
-  if (team->device->bulk && at_once) return launch_combine_at_once<true>(p, c, blocks);
   if (team->device->bulk)
     return c.routing == DK_ROUTING_NONE ? launch_combine<true>(p, c, blocks)
                                         : launch_routed_combine<true>(p, c, blocks);
 #endif
-  if (at_once) return launch_combine_at_once<false>(p, c, blocks);
   if (c.routing != DK_ROUTING_NONE) return launch_routed_combine<false>(p, c, blocks);
   return launch_combine<false>(p, c, blocks);
 }

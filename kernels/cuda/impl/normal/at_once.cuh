@@ -34,11 +34,12 @@ __device__ inline bool await_room(const Session &s, const Handshake &hand, uint6
   return routed ? await_finished(s, hand.epoch, finished) : await_handshake(s, hand);
 }
 
-// Whole block: what it has stored for its peers is there. The first warp is busy with that for some 2 us. Each rank
-// waits for the flags of the largest grid: the first block with rows stores those of blocks that this grid lacks.
+// All warps but the last one: what they have stored for the block's peers is there. The first warp is busy with that for
+// some 2 us. Each rank waits for the flags of the largest grid: the first block with rows stores those of blocks that
+// this grid lacks.
 __device__ inline void announce_rows(const Session &s, uint64_t epoch) {
   const int r = static_cast<int>(threadIdx.x);
-  __syncthreads();
+  ptx::barrier_among<kSendingThreads>(1);
   if (row_block() < 0 || r >= s.team.num_ranks) return;
   uint64_t *flags = s.team.ring_flag(r, kPayload, s.team.rank);
   ptx::fence_acq_rel_sys();

@@ -2,7 +2,7 @@
 // here, with a routing in the order of the token's choices, without one in that of the ranks.
 #pragma once
 #include "cuda/common/bf16.cuh"
-#include "cuda/impl/normal/at_once_bulk.cuh"
+#include "cuda/impl/normal/at_once.cuh"
 #include "cuda/impl/normal/combine_ends.cuh"
 #include "cuda/impl/normal/expanded_sums.cuh"
 #include "cuda/impl/normal/failed_outputs.cuh"
@@ -26,34 +26,29 @@ __host__ __device__ inline uint32_t most_terms(const CombineParams &p) {
 // many rows it is the sum of, and which; of each token that it sums how many rows that takes, where
 // they lie in the nvl region, in units of 16 bytes, and where the weight of each choice, or those of each row, do.
 struct CombineAtOnceShared {
-  uint32_t sources, sent, row_terms, token_terms, arrived, stages, bytes;
-  __host__ __device__ CombineAtOnceShared(const CombineParams &p, uint32_t rows_each, uint32_t tokens_each,
-                                          uint32_t term_bytes) {
+  uint32_t sources, sent, row_terms, token_terms, bytes;
+  __host__ __device__ CombineAtOnceShared(const CombineParams &p, uint32_t rows_each, uint32_t tokens_each) {
     const uint32_t num_ranks = p.session.team.num_ranks;
     sources = num_ranks * static_cast<uint32_t>(sizeof(CombineDest));
     sent = sources + num_ranks * static_cast<uint32_t>(sizeof(CombineSource));
     row_terms = sent + rows_each * static_cast<uint32_t>(sizeof(SentRow));
     token_terms = row_terms + (p.routing == DK_ROUTING_EXPANDED ? rows_each * (p.num_topk + 1) * 4 : 0);
-    arrived = align_up<uint32_t>(token_terms + tokens_each * (2 * most_terms(p) + 1) * 4, 8);
-    stages = align_up<uint32_t>(arrived + 2 * kGroups * kTermStages * 8, 128);
-    bytes = stages + kGroups * kTermStages * term_bytes;
+    bytes = align_up<uint32_t>(token_terms + tokens_each * (2 * most_terms(p) + 1) * 4, 128);
   }
 };
 
 struct CombineAtOnceParams {
   CombineParams combine;
   uint32_t rows_each = 0, tokens_each = 0;     // of a block, at most
-  uint32_t term_bytes = 0;                     // of a term, that bulk copies bring at a time
   Divisor by_chunks{}, by_topk{}, by_local{};  // numbers of 16 bytes of a row, of choices, of experts of a rank
 };
 
 // A block's part of the call.
-template <bool kBulk>
 struct CombineAtOnce {
   const CombineAtOnceParams &all;
   uint8_t *shared;
   uint64_t epoch;
-  const CombineAtOnceShared at{all.combine, all.rows_each, all.tokens_each, all.term_bytes};
+  const CombineAtOnceShared at{all.combine, all.rows_each, all.tokens_each};
 
   static constexpr uint32_t kNothing = ~0u;
   static constexpr int32_t kWrongTerms = -1;  // how many rows a row is the sum of, where one is outside x
@@ -168,20 +163,8 @@ struct CombineAtOnce {
       if (call.sent()[i].to != nullptr) ptx::st_stream(call.sent()[i].to + 16 * chunk, data);
     }
   };
-  // `which` of the kernel's two uses of the stages, each with barriers of its own. Groups of warps that are not whole
-  // take no part.
   template <int kThreads, class Job>
-  __device__ void sum_items([[maybe_unused]] int which, const Job &job, int items) const {
-    if constexpr (kBulk) {
-#if DEEPEP_HAS_BULK_COPY
-      constexpr int kWhole = kThreads / kGroupThreads;
-      const int group = static_cast<int>(threadIdx.x) / kGroupThreads;
-      auto *arrived = reinterpret_cast<uint64_t *>(shared + at.arrived) + (which * kGroups + group) * kTermStages;
-      uint8_t *stages = shared + at.stages + group * kTermStages * all.term_bytes;
-      if (group < kWhole) TermSums<Job>{job, items, kWhole, p().row_bytes, all.term_bytes, stages, arrived}.run();
-#endif
-      return;
-    }
+  __device__ void sum_items(const Job &job, int items) const {
     const int total = items * chunks();
     for (int base = threadIdx.x; base < total; base += kThreads * kChunksTogether)
       sum_chunks<kThreads>(
@@ -189,13 +172,6 @@ struct CombineAtOnce {
           [&](const Chunk &chunk) { return job.num_terms(chunk.item); },
           [&](const Chunk &chunk, int t) { return ptx::ld_stream(job.term(chunk.item, t) + 16ull * chunk.at); },
           [&](const Chunk &chunk, float (&sum)[8]) { job.end(chunk.item, chunk.at, sum); });
-  }
-  __device__ void init_stages() const {
-#if DEEPEP_HAS_BULK_COPY
-    for (int i = threadIdx.x; kBulk && i < static_cast<int>(2 * kGroups * kTermStages); i += kAtOnceThreads)
-      ptx::mbarrier_init(reinterpret_cast<uint64_t *>(shared + at.arrived) + i, 1);
-    ptx::mbarrier_init_fence();
-#endif
   }
   __device__ void send_weights() const {
     const int topk = p().num_topk;
@@ -302,24 +278,23 @@ struct CombineAtOnce {
       post_handshake(s(), hand);
       publish_newest_by_last_warp(s().team);
     }
-    init_stages();
     set_up_combine(p(), dests(), sources());
     if (!refused) find_rows();
     if (!await_room(s(), hand, finished, is_routed())) return;
     bool good = true;
     if (is_control()) {
       good = !is_routed() || await_messages(s(), hand, lane_id(), kWarp);
-    } else if (!refused) {
-      if (is_expanded())
-        sum_items<kSendingThreads>(0, SentSums{*this}, num_items(rows()));
-      else
+    } else {
+      if (!refused && is_expanded())
+        sum_items<kSendingThreads>(SentSums{*this}, num_items(rows()));
+      else if (!refused)
         send_rows();
-      send_weights();
+      if (!refused) send_weights();
+      announce_rows(s(), epoch);  // also where there are none: peers wait for them while they read the refusal
     }
-    announce_rows(s(), epoch);  // also where there are none: peers wait for them while they read the refusal
     if (!refused) find_terms();
     if (!await_rows(s(), epoch, good)) return;
-    sum_items<kAtOnceThreads>(1, TokenSums{*this}, num_items(p().num_tokens));
+    sum_items<kAtOnceThreads>(TokenSums{*this}, num_items(p().num_tokens));
     take_weights();
   }
 };
@@ -329,17 +304,13 @@ struct CombineAtOnce {
 namespace deep_ep::intranode {
 using namespace deepep;
 
-template <bool kBulk>
 __global__ void __launch_bounds__(kAtOnceThreads, 1) combine_at_once(const __grid_constant__ CombineAtOnceParams p) {
-#if !DEEPEP_HAS_BULK_COPY
-  if constexpr (kBulk) return;  // the launcher does not choose this form below 9.0
-#endif
   extern __shared__ __align__(128) uint8_t shared[];
   const Session &s = p.combine.session;
   const uint64_t finished = load_finished(s.team);
   const MatrixEntry early = load_matrix_entry(p.combine.rank_prefix_matrix(), s.team.num_ranks, threadIdx.x);
   const uint64_t epoch = ptx::ld_relaxed_gpu(&s.team.scratch->epoch) + 1;
-  if (begin(s)) CombineAtOnce<kBulk>{p, shared, epoch}.run(combine_handshake(p.combine, epoch, early), finished);
+  if (begin(s)) CombineAtOnce{p, shared, epoch}.run(combine_handshake(p.combine, epoch, early), finished);
   finish_at_once(s, [&](bool failed) {
     if (failed) clear_combine_outputs(p.combine);
     if (threadIdx.x == 0) end_epoch_of(s.team, epoch);

@@ -635,14 +635,28 @@ struct AtOnce {
 
   // ---- The call
 
+  // Whole warp: what sum_ranks finds out, a lane for each rank.
+  __device__ bool all_fit() const {
+    bool good = true;
+    for (int r = lane_id(); r < num_ranks(); r += kWarp) {
+      const HandshakeMessage *from = table().handshake(r);
+      const auto alignment = static_cast<int64_t>(from->segment_offset);
+      const int limit = from->row_limit;
+      int rows = 0;
+      for (int i = 0; i < num_ranks(); ++i) rows += static_cast<int>(table().counts(i)[r]);
+      good &= limit < 0 || rows <= limit;
+      good &= !is_routed(d()) || alignment == n().expert_alignment;
+    }
+    return __all_sync(kAllLanes, good) != 0;
+  }
   __device__ CountTable table() const { return {s().team, epoch, part<uint32_t>(at.table), at_once_counts(d())}; }
   // The last warp, while the others send. False: the block moves no rows to their places.
   __device__ bool take_counts(const Handshake &hand) const {
     const bool here = await_row_counts(hand);
     if (__any_sync(kAllLanes, !here) != 0 || sums_experts()) return here;
-    if (!sum_ranks<false>(n(), table(), 0, 1)) return false;
-    find_arrivals(num_rows(), lane_id(), kWarp);
-    return true;
+    const bool fits = blockIdx.x == 0 ? sum_ranks<false>(n(), table(), 0, 1) : all_fit();
+    if (fits) find_arrivals(num_rows(), lane_id(), kWarp);
+    return fits;
   }
   __device__ void run(uint64_t finished) {
     int64_t wrong = -1;
@@ -668,8 +682,8 @@ struct AtOnce {
     } else {
       send_rows(early);
       send_metas(early);
+      announce_rows(s(), epoch);
     }
-    announce_rows(s(), epoch);
     write_handle();
     if (sums_experts()) {
       good = good && await_expert_counts();
@@ -678,11 +692,11 @@ struct AtOnce {
       if (is_expanded()) find_starts();
       find_arrivals(num_rows(), threadIdx.x, kAtOnceThreads);
     }
-    const int rows = num_rows();
-    if (good) fill(rows);
     if (!await_rows(s(), epoch, good)) return;
+    const int rows = num_rows();
     if (is_expanded()) find_places(rows);
     warp_id() < kRowWarps ? receive_rows(rows) : receive_metas(rows);
+    fill(rows);
     if (is_expanded()) write_slots();
   }
   // A thread's value that is not below 0, for all; -1: there is none.
