@@ -237,8 +237,13 @@ template <int kPending>
 __device__ __forceinline__ void bulk_wait() {
   asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kPending) : "memory");
 }
-// Orders the thread's earlier ordinary accesses before bulk copies that it issues later.
+// Orders the thread's earlier ordinary accesses before bulk copies that it issues later; the form for all memory waits
+// for the thread's accesses to the device's memory, as a fence of its scope does: not for every piece.
 __device__ __forceinline__ void fence_before_bulk() { asm volatile("fence.proxy.async;" ::: "memory"); }
+__device__ __forceinline__ void fence_shared_before_bulk() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+__device__ __forceinline__ void fence_global_before_bulk() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 #else
 #define DEEPEP_HAS_BULK_COPY 0
 #endif

@@ -296,7 +296,9 @@ int32_t launch_routed_combine(dk_combine_params *p, CombineParams &params, int b
     using Roles = ExpandedRoles<kBulk>;
     if (blocks * Roles::kSenders < static_cast<int>(num_ranks)) return DK_EUNSUPPORTED;
     params.piece_chunks = piece_chunks(params, blocks * Roles::kReducers);
-    const size_t shared = ExpandedShared<kBulk>(num_ranks).bytes + 4ull * Roles::kWarps * reducer_words(params);
+    constexpr int kLoaded = kTermPiece / 16;
+    if (kBulk && params.piece_chunks > kLoaded) params.piece_chunks -= params.piece_chunks % kLoaded;
+    const size_t shared = ExpandedShared<kBulk>(params).bytes;
     if (shared > limit) {  // the form without bulk copies takes a tenth; blocks of cc 12.0 have 97 KiB
       if constexpr (kBulk) return launch_routed_combine<false>(p, params, blocks);
       return DK_EUNSUPPORTED;

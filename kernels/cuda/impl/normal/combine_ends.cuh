@@ -48,7 +48,7 @@ template <bool kPushed = false>
 __device__ inline void set_up_combine(const CombineParams &p, CombineDest *dests, CombineSource *sources) {
   const TeamView &team = p.session.team;
   const int num_ranks = team.num_ranks, me = team.rank;
-  const RingShape ring = combine_ring(p);
+  const RingShape &ring = p.ring;
   for (int r = threadIdx.x; r < num_ranks; r += blockDim.x) {
     const int32_t *matrix = p.rank_prefix_matrix();
     uint8_t *there = team.peers[r] + team.nvl, *here = team.self + team.nvl;

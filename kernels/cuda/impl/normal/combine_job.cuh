@@ -10,7 +10,6 @@ struct CombineJob {
   const CombineParams &p;
   const CombineDest *dests;
   uint64_t epoch;
-  RingShape ring;
   int dest;         // the rank whose rows this warp takes; -1: all ranks', in turn
   int tickets;      // how many there are
   int ticket = -1;  // lane 0: taken one ahead
@@ -37,7 +36,7 @@ struct CombineJob {
     while (row >= dests[r].first_row + dests[r].num_rows) ++r;
     return r;
   }
-  __device__ RingPlace place_of(int row, int r) const { return ring_place(row - dests[r].first_row, ring.slots); }
+  __device__ RingPlace place_of(int row, int r) const { return ring_place(row - dests[r].first_row, p.ring.slots); }
   __device__ void prefetch(int, int) const {}
   __device__ const uint8_t *source(int row) const { return p.x() + static_cast<uint64_t>(row) * p.row_bytes; }
   __device__ bool has_room(int row) const {
@@ -56,14 +55,14 @@ struct CombineJob {
   __device__ void extra(int, int row) const {
     const int r = dest_of(row);
     auto *to =
-        reinterpret_cast<float *>(dests[r].meta + static_cast<uint64_t>(place_of(row, r).slot) * ring.meta_stride);
+        reinterpret_cast<float *>(dests[r].meta + static_cast<uint64_t>(place_of(row, r).slot) * p.ring.meta_stride);
     for (int k = lane_id(); k < p.num_topk; k += kWarp)
       to[k] = p.topk_weights() == nullptr ? 0 : p.topk_weights()[static_cast<int64_t>(row) * p.num_topk + k];
   }
   template <class F>
   __device__ void each(int, int row, F f) const {
     const int r = dest_of(row);
-    f(dests[r].rows + static_cast<uint64_t>(place_of(row, r).slot) * ring.payload_stride);
+    f(dests[r].rows + static_cast<uint64_t>(place_of(row, r).slot) * p.ring.payload_stride);
   }
 };
 
@@ -72,12 +71,11 @@ struct CombineJob {
 // of its own.
 __device__ inline CombineJob combine_job(const CombineParams &p, const CombineDest *dests, uint64_t epoch) {
   const int num_ranks = p.session.team.num_ranks, worker = warp_id() * gridDim.x + blockIdx.x;
-  const RingShape ring = combine_ring(p);
   int longest = 0;
   for (int r = 0; r < num_ranks; ++r) longest = max(longest, dests[r].num_rows);
-  const bool roomy = longest <= static_cast<int>(ring.slots);
+  const bool roomy = longest <= static_cast<int>(p.ring.slots);
   const int dest = (worker + p.session.team.rank) % num_ranks;
-  return {p, dests, epoch, ring, roomy ? -1 : dest, roomy ? longest * num_ranks : dests[dest].num_rows};
+  return {p, dests, epoch, roomy ? -1 : dest, roomy ? longest * num_ranks : dests[dest].num_rows};
 }
 
 // The job of the kernel that may go on without ranks: in a team that shrinks, rows for ranks that take no part are not

@@ -50,7 +50,7 @@ __device__ inline void run_combine_roles(const CombineParams &p, uint64_t epoch,
     __syncwarp();
     if (lane_id() == 0) ptx::st_release_cta(&queues[warp].finished, 1);
   } else if (warp == Roles::kSenders) {
-    const CombineJob job{p, dests, epoch, combine_ring(p), -1, 0};
+    const CombineJob job{p, dests, epoch, -1, 0};
     publish_rows(queues, p.senders, 1, [&](int row, int) {
       const int r = job.dest_of(row);
       if (absence_of(p, dests[r])) return;

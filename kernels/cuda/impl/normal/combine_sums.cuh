@@ -85,10 +85,10 @@ __device__ inline void sum_piece(const CombineParams &p, const CombineSource *so
 // In a team that shrinks: the rows of a rank that takes no part are left out, and of one that was given up meanwhile
 // those that have not come.
 __device__ __noinline__ inline void leave_out_lost(const CombineParams &p, uint64_t epoch, const CombineSource *sources,
-                                                   const RingShape &ring, int32_t *slots, int r) {
+                                                   int32_t *slots, int r) {
   const int how = absence_of(p, sources[r]), head = slots[r];
   if (how == 0 || head < 0) return;
-  const RingPlace place = ring_place(head, ring.slots);
+  const RingPlace place = ring_place(head, p.ring.slots);
   if (how == kLeftOut || ptx::ld_acquire_sys(&sources[r].flags[place.slot]) != ring_value(epoch, place.lap))
     slots[r] = -1;
 }
@@ -102,7 +102,7 @@ template <bool kPushed>
 __device__ inline void reduce_tokens(const CombineParams &p, uint64_t epoch, const CombineSource *sources,
                                      int32_t *slots) {
   const int num_ranks = p.session.team.num_ranks;
-  const RingShape ring = combine_ring(p);
+  const RingShape &ring = p.ring;
   const int each = piece_chunks<kPushed>(p, sources, ring);
   const auto take = [&] {
     return lane_id() == 0 ? static_cast<int>(atomicAdd(&p.session.team.scratch->tokens_taken[epoch % 2], 1u)) : 0;
@@ -119,7 +119,7 @@ __device__ inline void reduce_tokens(const CombineParams &p, uint64_t epoch, con
         report_refusal(p.session, kVoid, DK_EINVAL, p.session.team.rank, DK_FIELD_SEND_HEAD, sources[r].num_rows - 1,
                        head);
       slots[r] = head < sources[r].num_rows ? head : -1;
-      if (shrinks(p.session.team)) leave_out_lost(p, epoch, sources, ring, slots, r);
+      if (shrinks(p.session.team)) leave_out_lost(p, epoch, sources, slots, r);
     }
     __syncwarp();
     int missing = -1;

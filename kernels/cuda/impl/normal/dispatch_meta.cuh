@@ -158,7 +158,7 @@ __device__ inline void send_tokens_meta(const DispatchParams &p, const DispatchD
     make_meta_rows<kRouted>(p, space, out, r, rows, first, dests[r].limit);
     ++space.slot;
 #if DEEPEP_HAS_BULK_COPY
-    if (kBulk) ptx::fence_before_bulk();
+    if (kBulk) ptx::fence_shared_before_bulk();
 #endif
     __syncwarp();
     for (int done = 0; done < rows;) {  // in two parts where the ring wraps
@@ -236,6 +236,9 @@ __device__ inline void send_meta(const DispatchParams &p, const DispatchDest *de
         published = token;
         if (!await_ring_room(p, dests, epoch, kMeta, heads)) return;
       }
+#if DEEPEP_HAS_BULK_COPY
+      if (kBulk && tight) ptx::fence_before_bulk();
+#endif
       send_tokens_meta<kBulk, kRouted>(p, dests, space, token, min(token + step, end), loads);
     }
     publish_meta<kBulk>(p, dests, epoch, published, end);

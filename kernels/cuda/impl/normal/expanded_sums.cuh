@@ -33,7 +33,7 @@ __device__ inline Terms checked_terms(const CombineParams &p, int slot) {
 __device__ inline void send_weights(const CombineJob &job, const Terms &terms, int r, uint64_t slot) {
   const CombineParams &p = job.p;
   if (p.topk_weights() == nullptr || lane_id() >= p.num_topk) return;
-  reinterpret_cast<float *>(job.dests[r].meta + slot * job.ring.meta_stride)[lane_id()] =
+  reinterpret_cast<float *>(job.dests[r].meta + slot * job.p.ring.meta_stride)[lane_id()] =
       terms.slot < 0 ? 0 : p.topk_weights()[terms.slot];
 }
 
@@ -107,7 +107,7 @@ struct TermSender<false, Job> {
       if (!job.room(0, row) && !job.await_room(0, row)) return;
       const int r = job.dest_of(row);
       const uint64_t slot = job.place_of(row, r).slot;
-      each_sum(job.p, terms, job.dests[r].rows + slot * job.ring.payload_stride,
+      each_sum(job.p, terms, job.dests[r].rows + slot * job.p.ring.payload_stride,
                [&](uint32_t which, uint8_t *to) { send_sum(terms, which, to); });
       send_weights(job, terms, r, slot);
       post_row(queue, posted, row);

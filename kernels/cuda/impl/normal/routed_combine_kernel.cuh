@@ -16,21 +16,24 @@ struct RoutedRoles : CombineRoles<kBulk> {
 // Summing before sending reads each expanded row, twice what crosses the links: more warps send than in the plain form.
 template <bool kBulk>
 struct ExpandedRoles {
-  static constexpr int kSenders = kBulk ? 10 : 8, kPublishers = 1, kReducers = kBulk ? 5 : 7;
+  static constexpr int kSenders = kBulk ? 9 : 8, kPublishers = 1, kReducers = kBulk ? 5 : 7;
   static constexpr int kReducersAt = kSenders + kPublishers;
   static constexpr int kWarps = kReducersAt + kReducers, kThreads = kWarps * kWarp;
 };
 template <bool kBulk>
 struct ExpandedShared {
-  uint32_t stages, arrived, dests, sources, queues, bytes;
-  __host__ __device__ explicit ExpandedShared(uint32_t num_ranks) {
+  static constexpr uint32_t kSumming = ExpandedRoles<kBulk>::kWarps - ExpandedRoles<kBulk>::kPublishers;
+  uint32_t stages, arrived, dests, sources, queues, words, bytes;
+  __host__ __device__ explicit ExpandedShared(const CombineParams &p) {
     constexpr uint32_t senders = ExpandedRoles<kBulk>::kSenders;
-    stages = 0;
-    arrived = kBulk ? senders * (kTermsAhead + 1) * kTermPiece : 0;
-    dests = arrived + (kBulk ? senders * kTermsAhead * 8 : 0);
+    const uint32_t num_ranks = p.session.team.num_ranks;
+    stages = kBulk ? kSumming * kTermsAhead * kTermPiece : 0;
+    arrived = stages + (kBulk ? senders * kSumStages * kTermPiece : 0);
+    dests = arrived + (kBulk ? align_up<uint32_t>(kSumming * kTermsAhead * 8, 16) : 0);
     sources = dests + num_ranks * static_cast<uint32_t>(sizeof(CombineDest));
     queues = align_up<uint32_t>(sources + num_ranks * static_cast<uint32_t>(sizeof(CombineSource)), 16);
-    bytes = align_up<uint32_t>(queues + senders * static_cast<uint32_t>(sizeof(SendQueue)), 128);
+    words = queues + senders * static_cast<uint32_t>(sizeof(SendQueue));
+    bytes = align_up<uint32_t>(words + kSumming * (kBulk ? 2 : 1) * 4 * reducer_words(p), 128);
   }
 };
 
@@ -45,25 +48,10 @@ __device__ inline RoutedJob<kShrinks> routed_combine_job(const CombineParams &p,
     return combine_job(p, dests, epoch);
 }
 
-// Role of a warp.
-template <bool kBulk, class Job>
-__device__ inline void send_terms(Job &job, SendQueue *queue, uint8_t *shared, const ExpandedShared<kBulk> &at) {
-  if constexpr (!kBulk) {
-    TermSender<false, Job>{job, queue}.run();
-  } else {
-#if DEEPEP_HAS_BULK_COPY
-    auto *pieces = shared + at.stages + warp_id() * (kTermsAhead + 1) * kTermPiece;
-    TermSender<true, Job>{job, queue, pieces,
-                          reinterpret_cast<uint64_t *>(shared + at.arrived) + warp_id() * kTermsAhead}
-        .run();
-#endif
-  }
-}
-
 template <bool kShrinks>
 __device__ inline void publish_combine_rows(const CombineParams &p, uint64_t epoch, const CombineDest *dests,
                                             SendQueue *queues, int num_queues) {
-  const CombineJob job{p, dests, epoch, combine_ring(p), -1, 0};
+  const CombineJob job{p, dests, epoch, -1, 0};
   publish_rows(queues, num_queues, 1, [&](int row, int) {
     const int r = job.dest_of(row);
     if (kShrinks && absence_of(p, dests[r])) return;
@@ -91,6 +79,48 @@ __device__ inline void run_ordered_roles(const CombineParams &p, uint64_t epoch,
     const int reducer = warp > Roles::kSenders ? warp - Roles::kReducersAt : Roles::kReducers + warp;
     reduce_routed<3, kShrinks>(p, epoch, reinterpret_cast<const CombineSource *>(shared + at.sources),
                                reinterpret_cast<int32_t *>(shared + at.bytes) + reducer * reducer_words(p));
+  }
+}
+
+// Senders reduce, too, in the end.
+template <bool kBulk, bool kShrinks>
+__device__ inline void run_expanded_roles(const CombineParams &p, uint64_t epoch, uint8_t *shared,
+                                          const CombineDest *dests, const CombineSource *sources) {
+  using Roles = ExpandedRoles<kBulk>;
+  using Job = RoutedJob<kShrinks>;
+  const ExpandedShared<kBulk> at(p);
+  auto *queues = reinterpret_cast<SendQueue *>(shared + at.queues);
+  const int warp = warp_id(), summing = warp < Roles::kSenders ? warp : warp - Roles::kPublishers;
+  const bool sends = warp < Roles::kSenders;
+  if (warp == Roles::kSenders) {
+    publish_combine_rows<kShrinks>(p, epoch, dests, queues, Roles::kSenders);
+    return;
+  }
+  auto *words = reinterpret_cast<int32_t *>(shared + at.words) + summing * (kBulk ? 2 : 1) * reducer_words(p);
+  const auto finish_sending = [&] {
+    __syncwarp();
+    if (lane_id() == 0) ptx::st_release_cta(&queues[warp].finished, 1);
+  };
+  if constexpr (!kBulk) {
+    if (sends) {
+      Job job = routed_combine_job<kShrinks>(p, dests, epoch);
+      TermSender<false, Job>{job, queues + warp}.run();
+      finish_sending();
+    }
+    reduce_routed<2, kShrinks>(p, epoch, sources, words);
+  } else {
+#if DEEPEP_HAS_BULK_COPY
+    TermPieces pieces{shared + summing * kTermsAhead * kTermPiece,
+                      reinterpret_cast<uint64_t *>(shared + at.arrived) + summing * kTermsAhead};
+    pieces.init();
+    if (sends) {
+      Job job = routed_combine_job<kShrinks>(p, dests, epoch);
+      TermSender<true, Job>{job, queues + warp, pieces, shared + at.stages + warp * kSumStages * kTermPiece}.run();
+      finish_sending();
+    }
+    const int each = piece_chunks(p, sources, p.ring, p.piece_chunks);
+    TermReducer<kShrinks>{p, epoch, sources, pieces, words, each}.run();
+#endif
   }
 }
 
@@ -167,7 +197,7 @@ __global__ void __launch_bounds__(ExpandedRoles<kBulk>::kThreads, 1)
   const Session &s = p.session;
   const MatrixEntry early = load_matrix_entry(p.rank_prefix_matrix(), s.team.num_ranks, threadIdx.x);
   uint64_t epoch = ptx::ld_relaxed_gpu(&s.team.scratch->epoch) + 1;
-  const ExpandedShared<kBulk> at(s.team.num_ranks);
+  const ExpandedShared<kBulk> at(p);
   auto *queues = reinterpret_cast<SendQueue *>(shared + at.queues);
   init_queues(queues, Roles::kSenders, false);
   if (begin(s)) {
@@ -177,20 +207,9 @@ __global__ void __launch_bounds__(ExpandedRoles<kBulk>::kThreads, 1)
     auto *dests = reinterpret_cast<CombineDest *>(shared + at.dests);
     auto *sources = reinterpret_cast<CombineSource *>(shared + at.sources);
     set_up_combine(p, dests, sources);
-    const int warp = warp_id();
     const bool agreed = await_peers<kShrinks>(s, hand, epoch);
     if constexpr (kShrinks) drop_absent(p, dests, sources);
-    if (agreed && warp < Roles::kSenders) {
-      RoutedJob<kShrinks> job = routed_combine_job<kShrinks>(p, dests, epoch);
-      send_terms<kBulk>(job, queues + warp, shared, at);
-      __syncwarp();
-      if (lane_id() == 0) ptx::st_release_cta(&queues[warp].finished, 1);
-    } else if (agreed && warp == Roles::kSenders) {
-      publish_combine_rows<kShrinks>(p, epoch, dests, queues, Roles::kSenders);
-    }
-    if (agreed && warp != Roles::kSenders)  // senders too, in the end
-      reduce_routed<2, kShrinks>(p, epoch, sources,
-                                 reinterpret_cast<int32_t *>(shared + at.bytes) + warp * reducer_words(p));
+    if (agreed) run_expanded_roles<kBulk, kShrinks>(p, epoch, shared, dests, sources);
     if (kShrinks && agreed) confirm_membership(s);
   }
   finish(s, [&](bool failed) { end_routed_combine<kShrinks>(p, epoch, failed); });

@@ -117,5 +117,7 @@ void bulk_wait() {
   emulate::wait_for_bulk(kPending, false);
 }
 inline void fence_before_bulk() {}
+inline void fence_shared_before_bulk() {}
+inline void fence_global_before_bulk() {}
 
 }  // namespace deepep::ptx
