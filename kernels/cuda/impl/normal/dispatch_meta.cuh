@@ -245,32 +245,6 @@ __device__ inline void send_meta(const DispatchParams &p, const DispatchDest *de
   }
 }
 
-// Copies `each` entries of every row to consecutive places, a lane for each entry, four loads in flight. No divisions
-// in the loop: most of this runs once in a kernel, and takes as long as its instructions take to be fetched.
-template <class T, class Load, class Store>
-__device__ inline void move_entries(int rows, int each, Load load, Store store) {
-  constexpr int kUnroll = 4;
-  const int n = rows * each, step_row = kWarp / each, step_at = kWarp % each;
-  int row = lane_id() / each, at = lane_id() % each;
-#pragma unroll 1
-  for (int base = lane_id(); base < n; base += kWarp * kUnroll) {
-    T value[kUnroll];
-#pragma unroll
-    for (int u = 0; u < kUnroll; ++u) {
-      if (base + u * kWarp < n) value[u] = load(row, at);
-      row += step_row;
-      at += step_at;
-      if (at >= each) {
-        at -= each;
-        ++row;
-      }
-    }
-#pragma unroll
-    for (int u = 0; u < kUnroll; ++u)
-      if (base + u * kWarp < n) store(base + u * kWarp, value[u]);
-  }
-}
-
 // Copies `rows` rows of metadata, found by at(row), to the outputs from final_row on. Output by output, since stores of
 // consecutive words combine and those of one row's words do not.
 template <class At>

@@ -17,6 +17,32 @@ __device__ __noinline__ inline bool goes_somewhere(const DispatchParams &p, int6
   return false;
 }
 
+// Copies `each` entries of every row to consecutive places, a lane for each entry, four loads in flight. No divisions
+// in the loop: most of this runs once in a kernel, and takes as long as its instructions take to be fetched.
+template <class T, class Load, class Store>
+__device__ inline void move_entries(int rows, int each, Load load, Store store) {
+  constexpr int kUnroll = 4;
+  const int n = rows * each, step_row = kWarp / each, step_at = kWarp % each;
+  int row = lane_id() / each, at = lane_id() % each;
+#pragma unroll 1
+  for (int base = lane_id(); base < n; base += kWarp * kUnroll) {
+    T value[kUnroll];
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      if (base + u * kWarp < n) value[u] = load(row, at);
+      row += step_row;
+      at += step_at;
+      if (at >= each) {
+        at -= each;
+        ++row;
+      }
+    }
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u)
+      if (base + u * kWarp < n) store(base + u * kWarp, value[u]);
+  }
+}
+
 // Rows of one source in the plain layout: `rows` rows, found by at(row), to the outputs from final_row on.
 template <class At>
 __device__ inline void spread_routed(const DispatchParams &p, int source, int rows, int64_t final_row, At at) {
@@ -25,36 +51,47 @@ __device__ inline void spread_routed(const DispatchParams &p, int source, int ro
   auto number_at = [&](int row, int k) {
     return word_at(row, p.meta.numbers_at + (k >> p.meta.shift)) >> (16 * (k & p.meta.shift)) & p.meta.none;
   };
-  constexpr int kUnroll = 4;  // loads in flight
-  for (int base = lane_id(); p.recv_scales() != nullptr && base < rows * scales; base += kWarp * kUnroll) {
-    uint32_t value[kUnroll];
-    int64_t to[kUnroll];
+  if (p.recv_scales() != nullptr && p.recv_scale_stride == 1) {
+    move_entries<uint32_t>(rows, scales, word_at, [&](int i, uint32_t v) {
+      p.recv_scales()[(final_row + i / scales) * p.recv_scale_token_stride + i % scales] = v;
+    });
+  } else if (p.recv_scales() != nullptr && lane_id() < rows) {  // by columns: rows are next to each other
+    constexpr int kUnroll = 4;                                  // loads in flight
+    uint32_t *to = p.recv_scales() + (final_row + lane_id()) * p.recv_scale_token_stride;
+#pragma unroll 1
+    for (int base = 0; base < scales; base += 4 * kUnroll) {
+      uint4 four[kUnroll];
 #pragma unroll
-    for (int u = 0; u < kUnroll; ++u) {  // rows are next to each other where scales are by columns
-      const int i = base + u * kWarp, row = p.recv_scale_stride == 1 ? i / scales : i % rows,
-                at_scale = p.recv_scale_stride == 1 ? i % scales : i / rows;
-      to[u] = (final_row + row) * p.recv_scale_token_stride + at_scale * p.recv_scale_stride;
-      if (i < rows * scales) value[u] = word_at(row, at_scale);
+      for (int u = 0; u < kUnroll; ++u)
+        if (base + 4 * u < scales) four[u] = ptx::ld_stream(at(lane_id()) + 4 * base + 16 * u);
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u) {
+        const uint32_t values[4] = {four[u].x, four[u].y, four[u].z, four[u].w};
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+          if (base + 4 * u + i < scales) to[(base + 4 * u + i) * p.recv_scale_stride] = values[i];
+      }
     }
-#pragma unroll
-    for (int u = 0; u < kUnroll; ++u)
-      if (base + u * kWarp < rows * scales) p.recv_scales()[to[u]] = value[u];
   }
-  for (int i = lane_id(); i < rows * topk; i += kWarp) {
-    const int row = i / topk, k = i % topk;
-    const int64_t to = final_row * topk + i;
-    if (p.recv_topk_weights() != nullptr) p.recv_topk_weights()[to] = word_at(row, scales + k);
-    if (p.recv_topk_idx() == nullptr) continue;
-    const uint32_t number = number_at(row, k);
-    const int64_t index = number == p.meta.none ? -1 : static_cast<int64_t>(number);
-    if (p.index_bytes == 8)
-      static_cast<int64_t *>(p.recv_topk_idx())[to] = index;
-    else
-      static_cast<int32_t *>(p.recv_topk_idx())[to] = static_cast<int32_t>(index);
-  }
+  __syncwarp();
+  const int64_t first = final_row * topk;
+  if (p.recv_topk_weights() != nullptr)
+    move_entries<uint32_t>(
+        rows, topk, [&](int row, int k) { return word_at(row, scales + k); },
+        [&](int i, uint32_t v) { p.recv_topk_weights()[first + i] = v; });
+  if (p.recv_topk_idx() != nullptr)
+    move_entries<uint32_t>(rows, topk, number_at, [&](int i, uint32_t number) {
+      const int64_t index = number == p.meta.none ? -1 : static_cast<int64_t>(number);
+      if (p.index_bytes == 8)
+        static_cast<int64_t *>(p.recv_topk_idx())[first + i] = index;
+      else
+        static_cast<int32_t *>(p.recv_topk_idx())[first + i] = static_cast<int32_t>(index);
+    });
   if (p.recv_src_metadata == 0 || p.cached() || lane_id() >= rows) return;
-  int last = topk - 1;
-  while (last >= 0 && number_at(lane_id(), last) == p.meta.none) --last;
+  int last = -1;
+#pragma unroll 4
+  for (int k = 0; k < topk; ++k)
+    if (number_at(lane_id(), k) != p.meta.none) last = k;
   int32_t *to = src_metadata(p, final_row + lane_id());
   to[0] = source * p.num_max_tokens + static_cast<int32_t>(word_at(lane_id(), p.meta.source_at));
   to[1] = source * topk + last;
