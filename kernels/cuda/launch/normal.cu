@@ -398,7 +398,8 @@ int32_t launch_at_once(dk_dispatch_params *p, const DispatchParams &d, int block
   } while (AtOnceShared(params).bytes > shared_limit<false>(*team->device) && blocks++ < kAtOnceBlocks);
   if (AtOnceShared(params).bytes > shared_limit<false>(*team->device)) return DK_EINVAL;  // tokens that go nowhere
   if constexpr (kBulk) {
-    if (uint64_t{params.rows_each} * d.row_bytes < kLeastBulkRows) return launch_at_once<false>(p, d, blocks);
+    const bool few = uint64_t{params.rows_each} * d.row_bytes < kLeastBulkRows && d.routing != DK_ROUTING_EXPANDED;
+    if (few) return launch_at_once<false>(p, d, blocks);
     const size_t limit = shared_limit<true>(*team->device);
     params.copy_bytes = min(d.row_bytes, kCopyPiece);
     const auto fits = [&] { return ++params.copiers <= kMaxCopiers && AtOnceShared(params).bytes <= limit; };

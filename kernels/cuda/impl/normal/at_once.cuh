@@ -6,7 +6,7 @@
 
 namespace deepep {
 
-constexpr int kAtOnceThreads = 512, kAtOnceWarps = kAtOnceThreads / kWarp, kAtOnceBlocks = 32;
+constexpr int kAtOnceThreads = 512, kAtOnceWarps = kAtOnceThreads / kWarp, kAtOnceBlocks = 64;
 // Each lane has a rank. More rows at a receiver are faster straight at their places.
 constexpr uint32_t kAtOnceRanks = kWarp, kAtOnceRows = DK_AT_ONCE_ROWS,
                    kAtOnceTerms = 8192;  // the last: choices of all rows

@@ -9,7 +9,7 @@
 
 namespace deepep {
 
-constexpr int kTermsTogether = 2, kChunksTogether = 4;  // of sums, whose loads are in flight together
+constexpr int kTermsTogether = 4, kChunksTogether = 3;  // of sums, whose loads are in flight together
 
 // A row that a block sends: where it lies, or with expanded rows nothing; where it goes, null: there is no room.
 struct SentRow {

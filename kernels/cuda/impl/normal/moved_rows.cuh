@@ -139,7 +139,7 @@ __device__ inline void move_rows(const DispatchParams &p, uint64_t epoch, RowMov
       helps = move_own_row(p, mover, limit);
       continue;
     }
-    ptx::fence_before_bulk();
+    ptx::fence_global_before_bulk();
     const int count = __ffs(static_cast<int>(~here)) - 1;
     int slots[kTogether];
 #pragma unroll
