@@ -37,7 +37,7 @@ const MaxSegments = 64
 const MaxRoutedExperts = 2048
 
 // AtOnceRows is DK_AT_ONCE_ROWS: With DK_CAP_AT_ONCE: so many rows may come to a rank where few have kernels of
-// their own.
+// their own; without a routing all ranks have room for so many at most, or all for more.
 const AtOnceRows = 1024
 
 // MaxBalancedSlots is DK_MAX_BALANCED_SLOTS: of all ranks.

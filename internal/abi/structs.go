@@ -673,28 +673,30 @@ type DispatchParams struct {
 	PsumPerExpert        uint64 // int32[L] of the notify or the handle, with DK_DISPATCH_ZERO_PADDING or shrink
 	RecvSrcMetadata      uint64 // int32[N,K+2]; [out] unless cached; 0: not wanted (plain)
 
-	// With DK_CAP_AT_ONCE, a routing and num_worst_tokens: host: the dk_notify_params of a notify that has not been
-	// called, of the same tensors, whose counts the host does not want; the call does what both do, under this one's
-	// number. DK_EUNSUPPORTED: not for these sizes, on any rank, and nothing was done. 0: the notify was called.
+	// With DK_CAP_AT_ONCE and num_worst_tokens: host: the dk_notify_params of a notify that has not been called, of
+	// the same tensors, whose counts the host does not want; the call does what both do, under this one's number.
+	// DK_EUNSUPPORTED: not for these sizes, on any rank, and nothing was done. 0: the notify was called.
 	Notify uint64
 }
 
 // CombineParams is dk_combine_params.
 type CombineParams struct {
 	OpHeader
-	X                   uint64    // [N,H] BF16
-	TopKWeights         uint64    // [N,K] float32 or 0
-	Bias                [2]uint64 // [T,H] BF16 or 0
-	RankPrefixMatrix    uint64
-	SendHead            uint64
-	RecvSrcIdx          uint64
-	Exchange            uint64 // as in dispatch
-	NumTokens           int32
-	NumRecvTokens       int32
-	Hidden              int32
-	NumTopK             int32
-	XSegment            int32 // x lies in this rank's segment of this index; -1: in none
-	NumMaxTokens        int32 // that of the notify; with a routing, among nodes
+	X                uint64    // [N,H] BF16
+	TopKWeights      uint64    // [N,K] float32 or 0
+	Bias             [2]uint64 // [T,H] BF16 or 0
+	RankPrefixMatrix uint64
+	SendHead         uint64
+	RecvSrcIdx       uint64
+	Exchange         uint64 // as in dispatch
+	NumTokens        int32
+	NumRecvTokens    int32
+	Hidden           int32
+	NumTopK          int32
+	XSegment         int32 // x lies in this rank's segment of this index; -1: in none
+
+	// with a routing that of the notify; else DK_AT_ONCE_ROWS if the dispatch took its notify along, or 0
+	NumMaxTokens        int32
 	XSegmentOffset      uint64
 	CombinedX           uint64 // [out] [T,H] BF16
 	CombinedTopKWeights uint64 // [out] [T,K] float32

@@ -212,7 +212,9 @@ func (b *Buffer) explainMismatch(head string, f *abi.Failure) error {
 }
 
 // isDispatch: of the operations that ranks compare, a notify or a dispatch that is not cached.
-func isDispatch(number int64) bool { return number == int64(abi.OpNotify) || number == int64(abi.OpDispatch) }
+func isDispatch(number int64) bool {
+	return number == int64(abi.OpNotify) || number == int64(abi.OpDispatch)
+}
 
 // handleText: of a handle without a routing, in a combine, by how many rows its dispatch had room for.
 func handleText(rows int64) string {

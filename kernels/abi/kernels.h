@@ -826,7 +826,8 @@ typedef struct dk_combine_params {
   uint64_t exchange; /* as in dispatch */
   int32_t num_tokens, num_recv_tokens, hidden, num_topk;
   int32_t x_segment;      /* x lies in this rank's segment of this index; -1: in none */
-  int32_t num_max_tokens; /* with a routing that of the notify; else DK_AT_ONCE_ROWS if the dispatch took its notify along, or 0 */
+  int32_t num_max_tokens; /* with a routing that of the notify; else DK_AT_ONCE_ROWS if the dispatch took its notify
+                             along, or 0 */
   uint64_t x_segment_offset;
   uint64_t combined_x;            /* [out] [T,H] BF16 */
   uint64_t combined_topk_weights; /* [out] [T,K] float32 */

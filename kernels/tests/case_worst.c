@@ -78,7 +78,8 @@ static void too_few_rows(struct rank *me) {
   dispatch_and_check(n);
 }
 
-/* Rank 1's counts are not those of token_in_rank: every rank refuses the call, and no row moves. The next one is right. */
+/* Rank 1's counts are not those of token_in_rank: every rank refuses the call, and no row moves. The next one is right.
+ */
 static void wrong_counts(struct rank *me) {
   struct normal_spec spec = once;
   spec.experts *= me->count;
@@ -99,6 +100,45 @@ static void wrong_counts(struct rank *me) {
   for (int i = 0; i < n->tokens * me->count; i++)
     expect(me, ((int32_t *)n->head.host)[i] == -1, "send_head[%d] of a call that was refused is set", i);
   dispatch_and_check(n);
+}
+
+/* Where rows of each source would come first, this rank's nvl region has what it has put there. */
+static void expect_own_region(struct team *t, struct tensor begin) {
+  struct rank *me = t->me;
+  for (int source = 0; source < me->count; source++) {
+    uint64_t ring = t->nvl_bytes / me->count / 128 * 128 * source;
+    copy(me, begin.at, t->block->at[me->index] + t->nvl_offset + ring, begin.bytes);
+    fetch_tensor(me, begin);
+    finish(me);
+    for (uint64_t i = 0; i < begin.bytes; i++)
+      expect(me, ((uint8_t *)begin.host)[i] == 0x5a, "byte %lu of rank %d's ring has been written", (unsigned long)i,
+             source);
+  }
+}
+
+/* Between calls the nvl region is the caller's: no row of peers that have begun a call comes before this rank's own. */
+static void region_between_calls(struct rank *me) {
+  struct normal_spec spec = once;
+  spec.experts *= me->count;
+  struct team_spec team = {.nvl_bytes = spec.nvl_bytes, .trace = -1};
+  struct team *t = make_team(me, &team);
+  struct normal *n = make_normal(t, &spec, 4);
+  struct combine *c = make_combine(n, &with_weights, 6);
+  struct tensor begin = tensor(me, "the begin of a ring", 4096);
+  run_layout(n);
+  for (int call = 0; call < 2; call++) {
+    fill(me, t->block->at[me->index] + t->nvl_offset, t->nvl_bytes, 0x5a);
+    finish(me);
+    meet(me);
+    if (me->index == 0) {
+      pause_ms(30);
+      expect_own_region(t, begin);
+    }
+    call == 0 ? run_dispatch(n, 0) : run_combine(c);
+    finish(me);
+  }
+  check_dispatch(n, 0);
+  check_combine(c);
 }
 
 /* One rank has room for more rows than a kernel of few rows takes, or a handle that does not say how it came. */
@@ -151,6 +191,7 @@ static const struct test_case cases[] = {
     AT_ONCE("no tokens at all", padded, 3, &once_silent, QUICK),
     AT_ONCE("then cached", cached, 3, &once, QUICK),
     AT_ONCE("too few rows", too_few_rows, 3, &once_one_hot, QUICK),
+    AT_ONCE("nothing comes between calls", region_between_calls, 3, NULL, QUICK),
     AT_ONCE("wrong counts", wrong_counts, 3, NULL, QUICK),
     AT_ONCE("by one rank alone", once_alone, 3, NULL, QUICK),
     AT_ONCE("combined by one rank otherwise", once_alone, 3, &once, QUICK),

@@ -1,6 +1,6 @@
 // at_once.cuh - what the kernels for few rows have in common. With a routing a rank's rows go to the rings before any
-// rank has answered; each block sends some, and then one flag for all of them to every rank, which waits for the flags of all
-// blocks. So nothing is waited for row by row, and the receiving side copies or sums with all its threads.
+// rank has answered; each block sends some, and then one flag for all of them to every rank, which waits for the flags
+// of all blocks. So nothing is waited for row by row, and the receiving side copies or sums with all its threads.
 #pragma once
 #include "cuda/impl/normal/handshake.cuh"
 
@@ -28,15 +28,15 @@ constexpr int kSendingThreads = kAtOnceThreads - kWarp;
 __device__ __forceinline__ bool is_control() { return warp_id() == kAtOnceWarps - 1; }
 
 // Whole block: waits until rows may come to all ranks. With a routing once no rank reads any more what came before. In
-// V1 the nvl region is the caller's between calls: there once all ranks have begun this one, so their messages are here,
-// too. False: the call moves no rows.
+// V1 the nvl region is the caller's between calls: there once all ranks have begun this one, so their messages are
+// here, too. False: the call moves no rows.
 __device__ inline bool await_room(const Session &s, const Handshake &hand, uint64_t finished, bool routed) {
   return routed ? await_finished(s, hand.epoch, finished) : await_handshake(s, hand);
 }
 
-// All warps but the last one: what they have stored for the block's peers is there. The first warp is busy with that for
-// some 2 us. Each rank waits for the flags of the largest grid: the first block with rows stores those of blocks that
-// this grid lacks.
+// All warps but the last one: what they have stored for the block's peers is there. The first warp is busy with that
+// for some 2 us. Each rank waits for the flags of the largest grid: the first block with rows stores those of blocks
+// that this grid lacks.
 __device__ inline void announce_rows(const Session &s, uint64_t epoch) {
   const int r = static_cast<int>(threadIdx.x);
   ptx::barrier_among<kSendingThreads>(1);

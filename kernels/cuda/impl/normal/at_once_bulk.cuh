@@ -7,7 +7,7 @@ namespace deepep {
 
 // Copies of rows through shared memory, each by a thread: the first lanes of some warps, with a stage each.
 constexpr int kCopyWarps = 8, kCopyLanes = 4, kMaxCopiers = kCopyWarps * kCopyLanes;
-constexpr uint32_t kCopyPiece = 7168;           // of a row, at most
+constexpr uint32_t kCopyPiece = 7168;  // of a row, at most
 // Bytes of rows that a block receives, at most: fewer are faster without, unless each goes to several places.
 constexpr uint32_t kLeastBulkRows = 64 * 1024;
 #if DEEPEP_HAS_BULK_COPY

@@ -75,7 +75,8 @@ struct CombineAtOnce {
 
   // Rows to the next rank first: ranks that begin with the same one would share its link.
   __device__ int row_at(int i) const {
-    const int next = s().team.rank + 1 == num_ranks() ? 0 : s().team.rank + 1, row = item_at(i) + dests()[next].first_row;
+    const int next = s().team.rank + 1 == num_ranks() ? 0 : s().team.rank + 1,
+              row = item_at(i) + dests()[next].first_row;
     return row < rows() ? row : row - rows();
   }
   __device__ int dest_of(int row) const {

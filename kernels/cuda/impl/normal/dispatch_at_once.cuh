@@ -42,7 +42,8 @@ struct Arrival {
 
 // Shared memory of a block, in this order.
 struct AtOnceShared {
-  uint32_t dests, first, total, ranks, table, starts, arrivals, heads, places, positions, codes, masks, arrived, stages, bytes;
+  uint32_t dests, first, total, ranks, table, starts, arrivals, heads, places, positions, codes, masks, arrived, stages,
+      bytes;
   __host__ __device__ explicit AtOnceShared(const AtOnceParams &p) {
     const DispatchParams &d = p.dispatch;
     const uint32_t num_ranks = d.session.team.num_ranks, experts = at_once_counts(d) - num_ranks, tokens = d.num_tokens;
@@ -98,7 +99,7 @@ struct AtOnce {
   const AtOnceShared at{p};
   uint64_t epoch = 0;
 
-  static constexpr uint32_t kNone = 0xffff;  // the code of a choice that names no expert
+  static constexpr uint32_t kNone = 0xffff;                  // the code of a choice that names no expert
   static constexpr int kRowWarps = kBulk ? kCopyWarps : 10;  // of a receiving block; the others receive metadata
 
   __device__ const RoutedNotifyParams &n() const { return p.notify; }
@@ -344,7 +345,8 @@ struct AtOnce {
   // The expert that a choice names; -1: none.
   __device__ int expert_of(int token, int k) const {
     if (!is_routed(d())) {
-      const int64_t expert = load_index(d().topk_idx(), static_cast<int64_t>(token) * d().num_topk + k, d().index_bytes);
+      const int64_t expert =
+          load_index(d().topk_idx(), static_cast<int64_t>(token) * d().num_topk + k, d().index_bytes);
       return expert < 0 || expert >= d().num_experts ? -1 : static_cast<int>(expert);
     }
     const uint32_t code = part<uint16_t>(at.codes)[token * d().num_topk + k];
