@@ -4,6 +4,7 @@
 
 #include "lowlat.h"
 #include "normal.h"
+#include "routed.h"
 
 static const struct ll_spec kLowLatency = {
     .tokens = 10, .max_tokens = 16, .hidden = 256, .experts = 12, .topk = 3, .index_bytes = 8};
@@ -137,9 +138,51 @@ static void teams(struct rank *me) {
   }
 }
 
+/* The same of calls for few rows, with a routing and without: their kernels look at peers before these answer. */
+static void few_rows(struct rank *me) {
+  static const struct normal_spec spec = {
+      .tokens = 40, .experts = 12, .topk = 3, .index_bytes = 8, .row_bytes = 512, .spare = 5, .at_once = true};
+  static const struct routed_spec with_routing = {
+      .tokens = 12, .experts = 4, .topk = 3, .hidden = 256, .row_bytes = 512, .alignment = 4, .worst = true, .at_once = true};
+  struct team_spec wide = {.nvl_bytes = 8 << 20, .trace = -1};
+  struct team *t = make_team(me, &wide);
+  for (uint64_t round = 0; round < 3; round++) {
+    struct mark mark = set_mark(me);
+    struct normal *n = make_normal(t, &spec, round);
+    dispatch_and_check(n);
+    struct combine *c = make_combine(n, &kCombine, round);
+    run_combine(c);
+    check_combine(c);
+    struct routed *r = make_routed(t, &with_routing, round);
+    run_routed(r);
+    if (settings.one_mapping) meet(me);
+    release_team(t);
+    run_dispatch(n, 0);
+    run_combine(c);
+    dk_notify_params notify = routed_notify(r);
+    dk_dispatch_params dispatch = routed_dispatch(r, 0);
+    dispatch.notify = (uintptr_t)&notify;
+    CALL(me, dispatch, &dispatch);
+    dk_combine_params combine = routed_combine(r);
+    CALL(me, combine, &combine);
+    finish(me);
+    expect_healthy(t);
+    fetch_tensor(me, n->head);
+    fetch_tensor(me, r->slot);
+    finish(me);
+    for (int i = 0; i < n->tokens * me->count; i++)
+      expect(me, ((int32_t *)n->head.host)[i] == -1, "send_head[%d] of a released team's call is set", i);
+    for (int i = 0; i < r->tokens * with_routing.topk; i++)
+      expect(me, ((int32_t *)r->slot.host)[i] == -1, "dst_slot[%d] of a released team's call is set", i);
+    restore_team(t);
+    back_to(me, mark);
+  }
+}
+
 static const struct test_case cases[] = {
     {"release/memory", memory, 1, NULL, QUICK, 0, 0},
     {"release/team, 3 ranks", teams, 3, NULL, QUICK, 0, 0},
     {"release/team with shrink, 2 ranks", teams, 2, "shrink", QUICK, 0, 0},
+    {"release/few rows, 3 ranks", few_rows, 3, NULL, QUICK, DK_CAP_AT_ONCE, 0},
 };
 GROUP(release_cases);

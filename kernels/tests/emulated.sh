@@ -15,7 +15,7 @@ normal80~cc=80,sms=3~^dispatch/BF16|^dispatch/FP8|^dispatch/hidden|^dispatch/sma
 normal120~cc=120,sms=3~^combine/16|^expand/unred|^dispatch/hidden|^normal mask/expanded, a~--threads
 combine90~cc=90,sms=3~^combine/|^layout/|^notify/|^isa/~--threads
 failures~cc=90,sms=3,seed=1~^mask/|^normal mask/|^shrink/|^failure/|^abort/|^timeout/|^mismatch/|^refused/~--threads
-rest~cc=90,sms=4,seed=1~^info/|^memory/|^stream/|^team/|^statistics/|^leaving/notify|^leaving/low-latency|^random/~--threads --rounds 3
+rest~cc=90,sms=4,seed=1~^info/|^memory/|^release/|^stream/|^team/|^statistics/|^leaving/notify|^leaving/low-latency|^random/~--threads --rounds 3
 many SMs~devices=2,sms=26~^dispatch/|^combine/|^peer rows/~--threads --ranks 2
 more SMs than tokens~devices=2,sms=40~^ll ~--threads --ranks 2
 one device~devices=1,sms=16~^team/barrier|^notify/pattern|^combine/8|^ll order/two~--threads

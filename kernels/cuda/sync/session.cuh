@@ -45,11 +45,11 @@ __device__ inline void finish(const Session &s, Last last) {
 __device__ inline void tell_finished(const TeamView &team, uint64_t epoch) {
   ptx::st_relaxed_sys(team.finished(team.self), epoch);
 }
-// By a kernel that stores rows for peers before it has their messages: what its threads loaded of TeamView::finished
-// before anything else, each for one rank.
-__device__ __forceinline__ uint64_t load_finished(const TeamView &team) {
+// By a kernel that has begun and stores rows for peers before it has their messages (`wanted`): what its threads load
+// of TeamView::finished, each for one rank. A team that has been stopped may have no peers' memory any more.
+__device__ __forceinline__ uint64_t load_finished(const TeamView &team, bool wanted) {
   const int r = static_cast<int>(threadIdx.x);
-  return r < team.num_ranks ? ptx::ld_relaxed_sys(team.finished(team.peers[r])) : 0;
+  return wanted && r < team.num_ranks ? ptx::ld_relaxed_sys(team.finished(team.peers[r])) : 0;
 }
 // Whole block: waits until no rank reads any more what was sent for the operation before this one. False: the team has
 // failed.

@@ -308,10 +308,12 @@ using namespace deepep;
 __global__ void __launch_bounds__(kAtOnceThreads, 1) combine_at_once(const __grid_constant__ CombineAtOnceParams p) {
   extern __shared__ __align__(128) uint8_t shared[];
   const Session &s = p.combine.session;
-  const uint64_t finished = load_finished(s.team);
   const MatrixEntry early = load_matrix_entry(p.combine.rank_prefix_matrix(), s.team.num_ranks, threadIdx.x);
   const uint64_t epoch = ptx::ld_relaxed_gpu(&s.team.scratch->epoch) + 1;
-  if (begin(s)) CombineAtOnce{p, shared, epoch}.run(combine_handshake(p.combine, epoch, early), finished);
+  if (begin(s)) {
+    const uint64_t finished = load_finished(s.team, p.combine.routing != DK_ROUTING_NONE);
+    CombineAtOnce{p, shared, epoch}.run(combine_handshake(p.combine, epoch, early), finished);
+  }
   finish_at_once(s, [&](bool failed) {
     if (failed) clear_combine_outputs(p.combine);
     if (threadIdx.x == 0) end_epoch_of(s.team, epoch);

@@ -734,10 +734,9 @@ __global__ void __launch_bounds__(kAtOnceThreads, 1) dispatch_at_once(const __gr
 #endif
   extern __shared__ __align__(128) uint8_t shared[];
   const Session &s = p.dispatch.session;
-  const uint64_t finished = load_finished(s.team);
   AtOnce<kBulk> call{p, shared};
   call.epoch = ptx::ld_relaxed_gpu(&s.team.scratch->epoch) + 1;
-  if (begin(s)) call.run(finished);
+  if (begin(s)) call.run(load_finished(s.team, is_routed(p.dispatch)));
   finish_at_once(s, [&](bool failed) { end_at_once(p, failed); });
 }
 
