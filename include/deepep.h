@@ -698,9 +698,10 @@ typedef struct deepep_dispatch_args {
 deepep_status_t deepep_dispatch(deepep_buffer_t buffer, const deepep_dispatch_args *args, const deepep_call *call);
 
 /* collective, launches: both steps of a dispatch whose outputs have room for any routing (num_worst_tokens above 0), in
- * place of deepep_notify_counts and deepep_dispatch. All ranks make the call like this or none does: with a routing few
- * rows take half the time on GPUs, since one kernel counts and sends. `args` has no token, and its handle is the
- * notify's, or NULL: the call fills its matrices and recv_src_idx or recv_src_metadata. */
+ * place of deepep_notify_counts and deepep_dispatch. All ranks make the call like this or none does; on GPUs one kernel
+ * counts and sends few rows, in half the time: with a routing num_max_tokens × ranks up to 1024, without one room for
+ * up to 1024 rows, which then all ranks have, or all have room for more (else MISMATCH). `args` has no token, and its
+ * handle is the notify's, or NULL: the call fills its matrices and recv_src_idx or recv_src_metadata. */
 deepep_status_t deepep_dispatch_at_once(deepep_buffer_t buffer, const deepep_notify *notify,
                                         const deepep_dispatch_args *args, const deepep_call *call);
 

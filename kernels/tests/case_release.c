@@ -142,8 +142,14 @@ static void teams(struct rank *me) {
 static void few_rows(struct rank *me) {
   static const struct normal_spec spec = {
       .tokens = 40, .experts = 12, .topk = 3, .index_bytes = 8, .row_bytes = 512, .spare = 5, .at_once = true};
-  static const struct routed_spec with_routing = {
-      .tokens = 12, .experts = 4, .topk = 3, .hidden = 256, .row_bytes = 512, .alignment = 4, .worst = true, .at_once = true};
+  static const struct routed_spec with_routing = {.tokens = 12,
+                                                  .experts = 4,
+                                                  .topk = 3,
+                                                  .hidden = 256,
+                                                  .row_bytes = 512,
+                                                  .alignment = 4,
+                                                  .worst = true,
+                                                  .at_once = true};
   struct team_spec wide = {.nvl_bytes = 8 << 20, .trace = -1};
   struct team *t = make_team(me, &wide);
   for (uint64_t round = 0; round < 3; round++) {

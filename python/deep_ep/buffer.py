@@ -465,7 +465,8 @@ class Buffer:
             topk_idx: ``[T, K]`` int64 or int32, or None; together with
             topk_weights: ``[T, K]`` float32.
             expert_alignment: the counts of the list are rounded up to multiples of it.
-            num_worst_tokens: > 0: outputs have that many rows and the host does not wait; needs top-k.
+            num_worst_tokens: > 0: outputs have that many rows and the host does not wait; needs top-k. On all ranks
+                up to 1024, which GPUs serve in one kernel, or on all above.
             config: None: the default chunks for this many ranks, with the SMs of set_num_sms or the library's choice.
             previous_event, async_finish, allocate_on_comm_stream: as in get_dispatch_layout.
             global_expert_id_offset: is added to the entries of recv_topk_idx but -1; e.g. the rank's first expert.
