@@ -22,9 +22,9 @@ struct AtOnceParams {
   Divisor by_chunks{}, by_words{}, by_topk{}, by_ranks{}, by_experts{}, by_local{};  // 16 bytes, words of a row, …
 };
 
+__host__ __device__ inline bool is_routed(const DispatchParams &p) { return p.routing != DK_ROUTING_NONE; }
 // Words of a row's metadata: scales, weights, experts, expanded: the place of each choice among its rank's rows for the
 // expert; the token.
-__host__ __device__ inline bool is_routed(const DispatchParams &p) { return p.routing != DK_ROUTING_NONE; }
 __host__ __device__ inline uint32_t at_once_words(const DispatchParams &p) {
   return p.num_scales + (p.routing == DK_ROUTING_EXPANDED ? 3 : 2) * p.num_topk + 1;
 }
