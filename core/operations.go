@@ -81,8 +81,9 @@ func (b *Buffer) Dispatch(a *DispatchArgs, c *Call) error {
 }
 
 // DispatchAtOnce is both steps of a dispatch whose outputs have room for any routing (NumWorstTokens above 0), in place
-// of Notify and Dispatch. Collective; all ranks make the call like this or none does: with a Routing few rows take half
-// the time on GPUs, since one kernel counts and sends.
+// of Notify and Dispatch. Collective; all ranks make the call like this or none does. On GPUs one kernel counts and
+// sends few rows, in half the time: with a Routing NumMaxTokens × ranks up to 1024, without one room for up to 1024
+// rows, which then all ranks have, or all have room for more (else ErrMismatch).
 //
 // In and out: as Notify and Dispatch have them; d has no Token, and its Handle is n's, or nil.
 //

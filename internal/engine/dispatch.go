@@ -128,7 +128,7 @@ func (b *Buffer) goesAtOnce(h *op.Handle, worst int32) bool {
 // cameAtOnce reports whether the combine of a handle has a kernel of few rows.
 func (b *Buffer) cameAtOnce(h *op.Handle) bool {
 	if h.Routing == op.RoutingNone {
-		return h.Exchange&wentAtOnce != 0
+		return tookNotify(h)
 	}
 	return b.goesAtOnce(h, 0)
 }
@@ -268,7 +268,7 @@ func (b *Buffer) checkHandle(h *op.Handle) error {
 		return status.InvalidArg("handle.num_ranks", h.NumRanks, "the size of the buffer's group: "+itoa(int32(b.size)))
 	case h.NumRecvTokens < 0:
 		return status.InvalidArg("handle.num_recv_tokens", h.NumRecvTokens, "0 or more")
-	case b.outdated(h.Exchange):
+	case b.outdated(h):
 		return status.InvalidArg("handle", "one of before release(), or of before regroup() renumbered the ranks", "that of a dispatch since")
 	}
 	return need(given{"handle.rank_prefix_matrix", h.RankPrefixMatrix, true, 4}, given{"handle.send_head", h.SendHead, h.NumTokens > 0, 4})

@@ -504,6 +504,9 @@ const (
 // originOf is a handle's Exchange without how its dispatch went.
 func originOf(h *op.Handle) uint64 { return h.Exchange &^ wentAtOnce }
 
+// tookNotify reports whether the handle is of a dispatch without a routing that went at once.
+func tookNotify(h *op.Handle) bool { return h.Exchange&wentAtOnce != 0 }
+
 // exchangeOf is the number of an exchange of counts of this buffer, as handles have it.
 func (b *Buffer) exchangeOf(notify uint64) uint64 {
 	maker := uint64(b.opt.Maker) & (1<<makerBits - 1)
@@ -512,8 +515,8 @@ func (b *Buffer) exchangeOf(notify uint64) uint64 {
 
 // outdated reports whether a handle is of a dispatch of this buffer from before a Release, or a renumbering. One that does not say where
 // it is from passes, and so does one of another buffer.
-func (b *Buffer) outdated(exchange uint64) bool {
-	exchange &^= wentAtOnce
+func (b *Buffer) outdated(h *op.Handle) bool {
+	exchange := originOf(h)
 	origin, mine := exchange>>exchangeBits, b.exchangeOf(0)>>exchangeBits
 	return exchange != 0 && origin>>generationBits == mine>>generationBits && origin != mine
 }

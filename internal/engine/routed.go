@@ -181,7 +181,7 @@ func fillRoutedCombine(p *abi.CombineParams, a *op.CombineArgs) {
 	p.TopKIdx, p.RecvSrcMetadata = uint64(h.TopKIdx), uint64(h.RecvSrcMetadata)
 	p.NumMaxTokens = 0
 	if h.Routing == op.RoutingNone {
-		if h.Exchange&wentAtOnce != 0 {
+		if tookNotify(h) {
 			p.NumMaxTokens = abi.AtOnceRows
 		}
 		return

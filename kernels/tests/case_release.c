@@ -91,6 +91,15 @@ static void restore_team(struct team *t) {
   meet(t->me);
 }
 
+static struct combine *dispatch_and_combine(struct team *t, const struct normal_spec *spec, uint64_t salt) {
+  struct normal *n = make_normal(t, spec, salt);
+  dispatch_and_check(n);
+  struct combine *c = make_combine(n, &kCombine, salt);
+  run_combine(c);
+  check_combine(c);
+  return c;
+}
+
 static uint64_t calls_counted(struct team *t) {
   flush_stats(t);
   return t->stats->ops[DK_OP_LL_DISPATCH].calls;
@@ -102,11 +111,8 @@ static void teams(struct rank *me) {
   struct team *t = make_ll_team(me, &kLowLatency, me->test->arg ? DK_TEAM_SHRINK : 0);
   for (uint64_t round = 0; round < 4; round++) {
     struct mark mark = set_mark(me);
-    struct normal *n = make_normal(t, &kNormal, round);
-    dispatch_and_check(n);
-    struct combine *c = make_combine(n, &kCombine, round);
-    run_combine(c);
-    check_combine(c);
+    struct combine *c = dispatch_and_combine(t, &kNormal, round);
+    struct normal *n = c->normal;
     struct ll *l = make_ll(t, &kLowLatency, round + 50);
     for (uint64_t i = 0; i <= round; i++) ll_round(l, 60 + i); /* numbers of calls odd and even */
     uint64_t counted = calls_counted(t), finished = t->status->progress;
@@ -154,21 +160,15 @@ static void few_rows(struct rank *me) {
   struct team *t = make_team(me, &wide);
   for (uint64_t round = 0; round < 3; round++) {
     struct mark mark = set_mark(me);
-    struct normal *n = make_normal(t, &spec, round);
-    dispatch_and_check(n);
-    struct combine *c = make_combine(n, &kCombine, round);
-    run_combine(c);
-    check_combine(c);
+    struct combine *c = dispatch_and_combine(t, &spec, round);
+    struct normal *n = c->normal;
     struct routed *r = make_routed(t, &with_routing, round);
     run_routed(r);
     if (settings.one_mapping) meet(me);
     release_team(t);
     run_dispatch(n, 0);
     run_combine(c);
-    dk_notify_params notify = routed_notify(r);
-    dk_dispatch_params dispatch = routed_dispatch(r, 0);
-    dispatch.notify = (uintptr_t)&notify;
-    CALL(me, dispatch, &dispatch);
+    run_routed_dispatch(r);
     dk_combine_params combine = routed_combine(r);
     CALL(me, combine, &combine);
     finish(me);

@@ -631,7 +631,7 @@ void check_routed_combine(struct routed *n) {
   }
 }
 
-void run_routed(struct routed *n) {
+void run_routed_dispatch(struct routed *n) {
   struct rank *me = n->team->me;
   dk_notify_params notify = routed_notify(n);
   if (!n->spec->at_once) CALL(me, notify, &notify);
@@ -639,6 +639,11 @@ void run_routed(struct routed *n) {
   dk_dispatch_params dispatch = routed_dispatch(n, 0);
   if (n->spec->at_once) dispatch.notify = (uintptr_t)&notify;
   CALL(me, dispatch, &dispatch);
+}
+
+void run_routed(struct routed *n) {
+  struct rank *me = n->team->me;
+  run_routed_dispatch(n);
   check_routed_notify(n);
   check_routed_dispatch(n, 0);
   if (n->spec->hidden == 0) return;

@@ -65,6 +65,8 @@ void await_routed_counts(struct routed *n);
 void check_routed_notify(struct routed *n);
 void check_routed_dispatch(struct routed *n, uint32_t flags);
 void check_routed_combine(struct routed *n);
+/* The exchange of counts, unless the dispatch takes it along, and the dispatch. */
+void run_routed_dispatch(struct routed *n);
 /* All three with their checks. */
 void run_routed(struct routed *n);
 

@@ -104,10 +104,7 @@ class ElasticFace:
                 *inputs, kept, *made, place, *kind.scalars, tokens, rows, token, exchange, segment, offset,
                 scale_column(rows), config,
             )  # fmt: skip
-            if alone:
-                got = self._send.checked(self._send.issue(*args))
-            else:
-                got = None if order is None else self._send.run_behind(order, *args, steps=2, step=2)
+            got = self._send.checked(self._send.issue(*args)) if alone else None
             if type(got) is not tuple:
                 got = deliver(self._send, launch, order, args, (self._add_send, inputs, kind, made, place), x, rows)
             metadata, recv_x, *received = got

@@ -174,10 +174,7 @@ class NormalFace:
             if order is not None:
                 order.made_on_comm(place)
             args = (*inputs, matrix, head, place, rows, token, exchange, segment, offset, config)
-            if alone:
-                got = self._dispatch.checked(self._dispatch.issue(*args))
-            else:
-                got = None if order is None else self._dispatch.run_behind(order, *args, steps=2, step=2)
+            got = self._dispatch.checked(self._dispatch.issue(*args)) if alone else None
             if type(got) is not tuple:
                 got = deliver(self._dispatch, launch, order, args, (self._add_dispatch, inputs, place), x, rows)
             recv_x, source, scales, idx, weights = got

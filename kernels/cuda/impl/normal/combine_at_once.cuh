@@ -2,6 +2,7 @@
 // here, with a routing in the order of the token's choices, without one in that of the ranks.
 #pragma once
 #include "cuda/common/bf16.cuh"
+#include "cuda/common/lanes.cuh"
 #include "cuda/impl/normal/at_once.cuh"
 #include "cuda/impl/normal/combine_ends.cuh"
 #include "cuda/impl/normal/expanded_sums.cuh"
@@ -96,7 +97,7 @@ struct CombineAtOnce {
       const Terms terms = checked_terms(p(), load_slot(p(), row_at(i)));
       int32_t *to = terms_of_row(i);
       if (lane_id() == 0) to[0] = terms.wrong ? kWrongTerms : __popc(terms.here);
-      if ((terms.here >> lane_id() & 1) != 0) to[1 + __popc(terms.here & ((1u << lane_id()) - 1))] = terms.slot;
+      if ((terms.here >> lane_id() & 1) != 0) to[1 + lanes_before(terms.here)] = terms.slot;
     }
     __syncthreads();
   }
@@ -194,7 +195,7 @@ struct CombineAtOnce {
   // Whole warp, without a routing: lane r has the number of the row from rank r, -1: none.
   __device__ void keep_ranks(uint32_t *to, int head) const {
     const uint32_t chosen = __ballot_sync(kAllLanes, head >= 0);
-    const int lane = lane_id(), before = __popc(chosen & ((1u << lane) - 1));
+    const int lane = lane_id(), before = lanes_before(chosen);
     if (lane == 0) to[0] = __popc(chosen);
     if (head < 0) return;
     to[1 + before] = static_cast<uint32_t>(p().ring.payload(lane, head) / 16);
@@ -230,8 +231,7 @@ struct CombineAtOnce {
       const uint32_t chosen = __ballot_sync(kAllLanes, term);
       uint32_t *to = terms_of_token(i);
       if (lane == 0) to[0] = __popc(chosen);
-      if (term)
-        to[1 + __popc(chosen & ((1u << lane) - 1))] = static_cast<uint32_t>((p().ring.payload(rank, slot)) / 16);
+      if (term) to[1 + lanes_before(chosen)] = static_cast<uint32_t>((p().ring.payload(rank, slot)) / 16);
       if (lane < topk)
         to[1 + topk + lane] = rank < 0 ? kNothing : static_cast<uint32_t>((p().ring.meta(rank, slot)) / 16);
     }

@@ -198,7 +198,7 @@ struct AtOnce {
           const int token = first + u * kWarp + lane_id();
           const uint32_t chosen = __ballot_sync(kAllLanes, goes[u]);
           if (token < d().num_tokens && token % blocks == mine)
-            heads_of(token / blocks)[r] = goes[u] ? rows + __popc(chosen & ((1u << lane_id()) - 1)) : -1;
+            heads_of(token / blocks)[r] = goes[u] ? rows + lanes_before(chosen) : -1;
           rows += __popc(chosen);
         }
       }

@@ -2,6 +2,7 @@
 // consecutive tokens; block 0 exchanges the sums with the other ranks, and each block gives its rows and choices their
 // places. Each warp has a run of a block's tokens and counters of its own, so that places ascend with the tokens.
 #pragma once
+#include "cuda/common/lanes.cuh"
 #include "cuda/impl/normal/handshake.cuh"
 #include "cuda/impl/normal/notify_counts.cuh"
 
@@ -81,17 +82,6 @@ __device__ inline void for_choices(const RoutedNotifyParams &p, int64_t &wrong, 
     }
   }
 }
-
-// Lanes with the same key, in the order of which they count; 0 for a key below 0.
-__device__ inline uint32_t same_key(int key) {
-  const uint32_t lanes = __match_any_sync(kAllLanes, key < 0 ? 0x80000000u | lane_id() : static_cast<uint32_t>(key));
-  return key < 0 ? 0 : lanes;
-}
-__device__ inline bool is_first(uint32_t lanes) {
-  return lanes != 0 && __ffs(static_cast<int>(lanes)) - 1 == lane_id();
-}
-__device__ inline bool is_last(uint32_t lanes) { return (lanes >> lane_id()) == 1; }
-__device__ inline int lanes_before(uint32_t lanes) { return __popc(lanes & ((1u << lane_id()) - 1)); }
 
 // The number of this lane's entry under `key` among the warp's, which `counter` counts.
 __device__ inline int next_number(int32_t *counter, int key) {
