@@ -54,7 +54,7 @@ __device__ inline OwnRows own_rows(const InternodeCombineParams &p, int source) 
 
 // The first of the rows from `row` on whose token belongs to the channel; rows.count or more: none.
 __device__ inline int next_row_of(const InternodeCombineParams &p, const OwnRows &rows, int channel, int row) {
-  constexpr int kUnroll = 4;
+  constexpr int kUnroll = 8;
   for (; row < rows.count; row += kUnroll * kWarp) {
     int token[kUnroll];
 #pragma unroll
@@ -84,12 +84,13 @@ __device__ inline void push_row(const InternodeCombineParams &p, int64_t row, ui
 __device__ inline Outcome serve_pusher(const InternodeCombineParams &p, uint64_t epoch, int stream,
                                        BlockedStream &blocked) {
   const TeamView &team = p.c.session.team;
-  const int source = (stream + team.rank) % team.num_ranks, channel = stream / team.num_ranks;
+  // Of all ranks but those of this one's index, whose rows it adds where they are.
+  const int others = p.internode.num_peers - 1, sources = others * p.internode.num_nodes, channel = stream / sources,
+            index = (p.internode.index + 1 + stream % others) % p.internode.num_peers,
+            node = (p.internode.node + 1 + stream % sources / others) % p.internode.num_nodes,
+            source = node * p.internode.num_peers + index, collector = p.internode.local_rank(index);
   RowStream *state = p.lists.by_rank + stream;
   if (state->closed != 0) return kDone;
-  const int node = p.internode.node_of(source), index = p.internode.index_of(source),
-            collector = p.internode.local_rank(index);
-  if (collector == team.rank) return kDone;  // it adds them where they are
   const OwnRows rows = own_rows(p, source);
   uint8_t *block = team.peers[collector];
   uint64_t *pushed = word_at(block, p.internode.at.pushed, push_index(p.internode, p.internode.index, node, channel));
@@ -521,7 +522,8 @@ __device__ inline void run_combine_roles(const InternodeCombineParams &p, uint64
             channels = static_cast<int>(p.rings.channels);
   const TokenRows list{rows + warp * (p.internode.num_peers + p.internode.num_nodes), 0};
   if (warp < Roles::kSenders) {
-    const int first = warp * blocks + block, step = Roles::kSenders * blocks, count = s.team.num_ranks * channels;
+    const int first = warp * blocks + block, step = Roles::kSenders * blocks,
+              count = (s.team.num_ranks - p.internode.num_nodes) * channels;
     for (int i = first; i < count; i += step)
       if (lane_id() == 0) p.lists.by_rank[i] = {0, 0, 0, 0};
     __syncwarp();

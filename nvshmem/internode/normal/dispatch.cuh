@@ -19,7 +19,7 @@ struct InternodeDispatchParams {
 };
 
 struct DispatchRoles {
-  static constexpr int kSenders = 8, kRelays = 2, kReaders = 10;
+  static constexpr int kSenders = 7, kRelays = 3, kReaders = 14;
   static constexpr int kWarps = kSenders + kRelays + kReaders, kThreads = kWarps * kWarp;
 };
 constexpr int kRowsRead = 8;  // of a stream in one turn of a reader
@@ -224,28 +224,22 @@ __device__ inline SentRows send_near(const Params &p, uint64_t epoch, int channe
   return now;
 }
 
-// Of the readers of a ring in this rank's block: the one that has read least.
+// Of the readers of a ring in this rank's block: the one that has read least. Each lane may ask for another ring; who
+// writes to a ring's places next fences first.
 struct SlowestReader {
   uint32_t rows;
   int index;
 };
 __device__ inline SlowestReader slowest_reader(const InternodeDispatchParams &p, uint64_t epoch, int node,
                                                int channel) {
-  uint32_t rows = kAllRows;
-  int index = 0;
-  for (int i = lane_id(); i < p.internode.num_peers; i += kWarp) {
-    const uint64_t *tail = word_at(p.d.session.team.self, p.internode.at.tails,
-                                   (static_cast<int64_t>(node) * kMaxChannels + channel) * p.internode.num_peers + i);
-    const uint32_t here = count_in(ptx::ld_acquire_sys(tail), epoch);
-    if (here < rows) {
-      rows = here;
-      index = i;
-    }
+  const uint64_t *tails = word_at(p.d.session.team.self, p.internode.at.tails,
+                                  (static_cast<int64_t>(node) * kMaxChannels + channel) * p.internode.num_peers);
+  SlowestReader slowest{kAllRows, 0};
+  for (int i = 0; i < p.internode.num_peers; ++i) {
+    const uint32_t rows = count_in(ptx::ld_relaxed_sys(tails + i), epoch);
+    if (rows < slowest.rows) slowest = {rows, i};
   }
-  const uint32_t fewest = __reduce_min_sync(kAllLanes, rows);
-  const int lane = __ffs(static_cast<int>(__ballot_sync(kAllLanes, rows == fewest))) - 1;
-  __syncwarp();
-  return {fewest, __shfl_sync(kAllLanes, index, lane)};
+  return slowest;
 }
 
 // Streams of one node come after those of another.
@@ -282,35 +276,59 @@ __device__ inline Outcome serve_sender(const Params &p, uint64_t epoch, int stre
 
 // ---- Relays: credits for a ring in this rank's block, to the rank that fills it -------------------------------------
 
-__device__ inline Outcome serve_relay(const InternodeDispatchParams &p, uint64_t epoch, int stream,
-                                      BlockedStream &blocked) {
+// Each lane has one of the streams first, first + step, ... of `count`, and sees at once what its readers have read.
+__device__ inline Outcome serve_relays(const InternodeDispatchParams &p, uint64_t epoch, int first, int step, int count,
+                                       BlockedStream &blocked) {
   const TeamView &team = p.d.session.team;
-  const int node = stream % p.internode.num_nodes, channel = stream / p.internode.num_nodes;
+  const int stream = first + lane_id() * step, node = stream % p.internode.num_nodes,
+            channel = stream / p.internode.num_nodes;
   RowStream *state = p.lists.from_nodes + stream;
-  if (state->closed != 0) return kDone;
-  const SlowestReader slowest = slowest_reader(p, epoch, node, channel);
-  const bool all = slowest.rows == kAllRows;
-  if (all || slowest.rows - state->count >= max(1u, p.rings.slots / 2)) {
-    uint64_t *credit =
-        word_at(team.self, p.internode.at.credits, p.internode.node * kMaxChannels + channel);  // in either block
-    if (node == p.internode.node)
-      write_count(credit, epoch, slowest.rows);
-    else
-      signal_remote(p.internode, team, p.internode.partner(node), credit, tagged(epoch, slowest.rows));
-    __syncwarp();
-    if (lane_id() == 0) {
-      state->count = slowest.rows;
-      state->closed = all;
-    }
-    __syncwarp();
-    return all ? kDone : kMoved;
+  bool open = stream < count && state->closed == 0, posts = false;
+  SlowestReader slowest{0, 0};
+  if (open) {
+    slowest = slowest_reader(p, epoch, node, channel);
+    posts = slowest.rows == kAllRows || slowest.rows - state->count >= max(1u, p.rings.slots / 2);
   }
-  const uint32_t here = read_count(word_at(team.self, p.internode.at.heads, node * kMaxChannels + channel), epoch);
-  if (slowest.rows < here)
-    blocked = {p.internode.local_rank(slowest.index), here, slowest.rows};
+  const uint32_t posting = __ballot_sync(kAllLanes, posts);
+  if (posts) {
+    ptx::fence_acq_rel_sys();
+    if (node == p.internode.node)
+      ptx::st_release_sys(word_at(team.self, p.internode.at.credits, node * kMaxChannels + channel),
+                          tagged(epoch, slowest.rows));
+  }
+  for (uint32_t left = __ballot_sync(kAllLanes, posts && node != p.internode.node); left != 0; left &= left - 1) {
+    const int lane = __ffs(static_cast<int>(left)) - 1;
+    const uint32_t rows = __shfl_sync(kAllLanes, slowest.rows, lane);
+    signal_remote(p.internode, team, p.internode.partner(__shfl_sync(kAllLanes, node, lane)),
+                  word_at(team.self, p.internode.at.credits,
+                          p.internode.node * kMaxChannels + __shfl_sync(kAllLanes, channel, lane)),
+                  tagged(epoch, rows));
+  }
+  if (posts) {
+    state->count = slowest.rows;
+    state->closed = slowest.rows == kAllRows;
+    open = slowest.rows != kAllRows;
+  }
+  const uint32_t waiting = __ballot_sync(kAllLanes, open);
+  if (posting != 0) return waiting == 0 ? kDone : kMoved;
+  if (waiting == 0) return kDone;
+  const int lane = __ffs(static_cast<int>(waiting)) - 1, from = __shfl_sync(kAllLanes, node, lane);
+  const uint32_t rows = __shfl_sync(kAllLanes, slowest.rows, lane),
+                 here = read_count(word_at(team.self, p.internode.at.heads,
+                                           from * kMaxChannels + __shfl_sync(kAllLanes, channel, lane)),
+                                   epoch);
+  if (rows < here)
+    blocked = {p.internode.local_rank(__shfl_sync(kAllLanes, slowest.index, lane)), here, rows};
   else
-    blocked = {p.internode.partner(node), static_cast<int64_t>(here) + 1, here};
+    blocked = {p.internode.partner(from), static_cast<int64_t>(here) + 1, here};
   return kBlocked;
+}
+
+// All of them, a warp's worth at a time.
+__device__ inline void serve_relays(const InternodeDispatchParams &p, uint64_t epoch, int first, int step, int count) {
+  serve_streams(p.d.session, kRoleRelay, first, kWarp * step, count, [&](int stream, BlockedStream &blocked) {
+    return serve_relays(p, epoch, stream, step, count, blocked);
+  });
 }
 
 // ---- Readers: a stream is a channel's rows from a source to this rank -----------------------------------------------
@@ -508,8 +526,7 @@ __device__ inline void run_dispatch_roles(const InternodeDispatchParams &p, uint
   } else if (warp < Roles::kSenders + Roles::kRelays) {
     const int first = (warp - Roles::kSenders) * blocks + block, step = Roles::kRelays * blocks;
     reset_streams(p.lists.from_nodes, first, step, from_nodes, channels);
-    serve_streams(s, kRoleRelay, first, step, from_nodes,
-                  [&](int stream, BlockedStream &blocked) { return serve_relay(p, epoch, stream, blocked); });
+    serve_relays(p, epoch, first, step, from_nodes);
   } else {
     const int first = (warp - Roles::kSenders - Roles::kRelays) * blocks + block, step = Roles::kReaders * blocks;
     reset_streams(p.lists.by_rank, first, step, of_ranks, channels);

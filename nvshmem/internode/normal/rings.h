@@ -68,7 +68,7 @@ struct RowRings {
     return nvl + (ring * local_slots + row % local_slots) * stride;
   }
 };
-// local: with rings in the nvl region. slots is 0 if a region is too small for a row.
+// local: of a combine, with rings in the nvl region. slots is 0 if a region is too small for a row.
 inline RowRings row_rings(const TeamView &team, const NodeView &internode, uint64_t row_bytes, bool local) {
   RowRings at{};
   at.num_nodes = internode.num_nodes;
@@ -80,7 +80,8 @@ inline RowRings row_rings(const TeamView &team, const NodeView &internode, uint6
                  nvl_rows = local ? team.nvl_bytes / team.num_ranks / at.stride : rdma_rows;
   const uint64_t fit = min(rdma_rows, nvl_rows);
   // A ring has room for two pieces, one on its way while the other is read, or there are fewer channels.
-  at.channels = static_cast<uint32_t>(max<uint64_t>(1, min<uint64_t>(kMaxChannels, fit / (2 * at.piece()))));
+  const uint64_t most = local ? kMaxChannels : kDispatchChannels;
+  at.channels = static_cast<uint32_t>(max<uint64_t>(1, min<uint64_t>(most, fit / (2 * at.piece()))));
   at.slots = static_cast<uint32_t>(min<uint64_t>(kMaxSlots, rdma_rows / at.channels));
   if (at.slots > at.piece()) at.slots -= at.slots % at.piece();  // or a piece ends where the ring does
   at.local_slots = static_cast<uint32_t>(min<uint64_t>(kMaxSlots, nvl_rows / at.channels));

@@ -203,8 +203,7 @@ __device__ inline void run_routed_roles(const RoutedDispatchParams<kExpand> &p, 
   } else if (warp < Roles::kSenders + Roles::kRelays) {
     const int first = (warp - Roles::kSenders) * blocks + block, step = Roles::kRelays * blocks;
     reset_streams(p.lists.from_nodes, first, step, from_nodes, channels);
-    serve_streams(s, kRoleRelay, first, step, from_nodes,
-                  [&](int stream, BlockedStream &blocked) { return serve_relay(p, epoch, stream, blocked); });
+    serve_relays(p, epoch, first, step, from_nodes);
   } else {
     const int first = (warp - Roles::kSenders - Roles::kRelays) * blocks + block, step = Roles::kReaders * blocks;
     reset_streams(p.lists.by_rank, first, step, of_ranks, channels);
