@@ -37,7 +37,11 @@ NORMAL_CASES = (
     Case(8, 64, 2048),
 )
 LOW_LATENCY_CASE = Case(4, 128, 7168)
-STARTUP_CASES = ((Case(4, 512, 7168), False), (LOW_LATENCY_CASE, True))
+STARTUP_CASES = (
+    (Case(4, 512, 7168), startup.NORMAL, startup.VARIANTS),
+    (LOW_LATENCY_CASE, startup.LOW_LATENCY, startup.VARIANTS),
+    (Case(4, 512, 7168), startup.V2, startup.ELASTIC),
+)
 HOST_COST_CALLS = 2000
 
 
@@ -77,8 +81,8 @@ def run_rank(rank: int, options: argparse.Namespace, world: int, rendezvous: str
         take("normal", case, lambda team, case=case: normal_mode.measure(team, case, options.rounds))  # type: ignore[misc]
     take("lowlatency", LOW_LATENCY_CASE, lambda team: low_latency_mode.measure(team, LOW_LATENCY_CASE, options.rounds))
     take("hostcost", hostcost.CASE, lambda team: hostcost.measure_python(team, HOST_COST_CALLS))
-    for case, low_latency in STARTUP_CASES:
-        take("startup", case, lambda team, c=case, ll=low_latency: startup.measure(team, c, ll, options.lives))  # type: ignore[misc]
+    for case, mode, variants in STARTUP_CASES:
+        take("startup", case, lambda team, of=(case, mode, options.lives, variants): startup.measure(team, *of))  # type: ignore[misc]
     if rank == 0:
         Path(result).write_text(json.dumps(found))
     ranks.leave()
@@ -182,13 +186,13 @@ def host_cost_table(found: dict[str, dict[str, Any]]) -> Table:
 
 def startup_table(found: list[list[dict[str, Any]]], lives: int) -> Table:
     """Construction, first and steady call."""
-    normal_case, low_latency_case = (case.name for case, _ in STARTUP_CASES)
+    normal_case, low_latency_case, _ = (case.name for case, *_ in STARTUP_CASES)
     table = Table(
         "Start-up",
         "Construction = time in Buffer() without the time in the caller's all_gather_object, which stands beside it. "
         f"Calls: normal = layout + dispatch + combine, {normal_case}; low latency = FP8 dispatch + combine, "
-        f"{low_latency_case}. Slowest rank, median of {lives} buffers; steady = median of the last "
-        f"{startup.STEADY_CALLS * 3 // 4} of {startup.STEADY_CALLS} calls after the first.",
+        f"{low_latency_case}; V2 = dispatch + combine, as normal. Slowest rank, median of {lives} buffers; steady = "
+        f"median of the last {startup.STEADY_CALLS * 3 // 4} of {startup.STEADY_CALLS} calls after the first.",
         ["mode, variant", "construction", "group exchange", "warmup", "first call", "steady call", "first ÷ steady"],
     )
     for row in (row for rows in found for row in rows):

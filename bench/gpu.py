@@ -117,7 +117,7 @@ def run_rank(rank: int, options: argparse.Namespace, number: int, rendezvous: st
             Path(result + ".part").rename(result)
         team.barrier()
 
-    take("startup", lambda: startup.measure(team, decoding, True, 1, FIRSTS[number]), "first")
+    take("startup", lambda: startup.measure(team, decoding, startup.LOW_LATENCY, 1, FIRSTS[number]), "first")
     if number == len(FIRSTS) - 1:
         take("startup", lambda: measure_startup(team, normal, decoding, options.lives))
         # What the host does first: once torch's profiler has run, every launch of the process is slower.
@@ -137,7 +137,7 @@ def run_rank(rank: int, options: argparse.Namespace, number: int, rendezvous: st
 
 
 def measure_startup(team: ranks.Team, normal: Case, decoding: Case, lives: int) -> list[dict[str, Any]]:
-    """Both modes, every variant; with a warm-up also the first capture of a graph."""
+    """Both modes, every variant, and V2; with a warm-up also the first capture of a graph."""
 
     def capture(buffer: deep_ep.Buffer, call: Callable[[], None]) -> dict[str, float]:
         if team.device.type != "cuda":
@@ -146,8 +146,9 @@ def measure_startup(team: ranks.Team, normal: Case, decoding: Case, lives: int) 
         return {"first_graph": first, "steady_graph": steady}
 
     variants = startup.VARIANTS | startup.BACKGROUND
-    found = startup.measure(team, decoding, True, lives, variants, capture)
-    return found + startup.measure(team, normal, False, lives, variants)
+    found = startup.measure(team, decoding, startup.LOW_LATENCY, lives, variants, capture)
+    found += startup.measure(team, normal, startup.NORMAL, lives, variants)
+    return found + startup.measure(team, normal, startup.V2, lives, startup.ELASTIC)
 
 
 def measure_limit(options: argparse.Namespace) -> dict[str, Any]:

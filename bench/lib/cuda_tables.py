@@ -149,8 +149,8 @@ def startup_table(found: dict[str, Any], options: argparse.Namespace) -> Table:
         "Start-up",
         "Construction = time in Buffer() without the time in the caller's all_gather_object, which stands beside it; "
         "ready = what a background start takes after that. Calls: host view, from the call until the device is done: "
-        "normal = layout + dispatch + combine, low latency = FP8 dispatch + combine, shapes as above. First graph: "
-        "capture, instantiation and one replay of such a call. Slowest rank, median of "
+        "normal = layout + dispatch + combine, low latency = FP8 dispatch + combine, V2 = dispatch + combine, shapes "
+        "as above. First graph: capture, instantiation and one replay of such a call. Slowest rank, median of "
         f"{options.lives} buffers; first of its process: one, which loads all kernels.",
         ["mode, variant", "construction", "group exchange", "ready", "warmup", "first call", "steady call",
          "first ÷ steady", "graph, first ÷ steady"],

@@ -29,6 +29,8 @@ VARIANTS: dict[str, tuple[dict[str, bool], bool]] = {
     "preinitialize": ({"preinitialize": True}, False),
     "preinitialize + warmup": ({"preinitialize": True}, True),
 }
+# V2's constructor has no such options.
+ELASTIC = {"plain": VARIANTS["plain"], "warmup": ({}, True)}
 BACKGROUND: dict[str, tuple[dict[str, bool], bool]] = {
     "background": ({"preinitialize": True, "background": True}, False),
     "background + warmup": ({"preinitialize": True, "background": True}, True),
@@ -107,31 +109,69 @@ def low_latency_call(buffer: deep_ep.Buffer, team: Team, case: Case) -> Callable
     return call
 
 
+def elastic_buffer(team: Team, case: Case) -> deep_ep.ElasticBuffer:
+    """A buffer of V2 for this shape."""
+    return deep_ep.ElasticBuffer(
+        team.group, num_max_tokens_per_rank=case.tokens, hidden=case.hidden, num_topk=TOP_K, explicitly_destroy=True,
+        engine=team.engine,
+    )  # fmt: skip
+
+
+def elastic_call(buffer: deep_ep.ElasticBuffer, team: Team, case: Case) -> Callable[[], None]:
+    """V2's dispatch, which waits for the counts, and combine."""
+    data = make_input(case, team.rank).to(team.device)
+
+    def call() -> None:
+        rows, _, _, handle, _ = buffer.dispatch(data.x, data.experts, data.weights, num_experts=EXPERTS)
+        buffer.combine(rows, handle)
+
+    return call
+
+
+@dataclass(frozen=True)
+class Mode:
+    """How a buffer is made, called and warmed."""
+
+    name: str
+    make: Callable[..., Any]
+    call: Callable[[Any, Team, Case], Callable[[], None]]
+    warm: Callable[[Any, Case], Any]
+
+
+NORMAL = Mode(
+    "normal", normal_buffer, normal_call, lambda buffer, case: buffer.warmup(case.tokens, case.hidden, TOP_K, EXPERTS)
+)
+LOW_LATENCY = Mode(
+    "low latency", low_latency_mode.make_buffer, low_latency_call,
+    lambda buffer, case: buffer.warmup(0, case.hidden, TOP_K, EXPERTS, num_max_dispatch_tokens_per_rank=case.tokens),
+)  # fmt: skip
+V2 = Mode("V2", elastic_buffer, elastic_call, lambda buffer, _: buffer.warmup(EXPERTS))
+
+
 def measure_once(
     team: Team,
     case: Case,
-    low_latency: bool,
+    mode: Mode,
     options: dict[str, bool],
     warm: bool,
     more: Callable[[deep_ep.Buffer, Callable[[], None]], dict[str, float]] | None = None,
 ) -> dict[str, float]:
     """Figures in us of the slowest rank, from one buffer's life. `more` adds to them before the buffer's end."""
-    make = low_latency_mode.make_buffer if low_latency else normal_buffer
     seconds: dict[str, float] = {}
     team.meet()
     with exchange_clock() as clock:
         start = time.perf_counter()
-        buffer = make(team, case, **options)
+        buffer = mode.make(team, case, **options)
         seconds["construct"] = time.perf_counter() - start - clock.seconds
     seconds["exchange"] = clock.seconds
     start = time.perf_counter()
-    buffer.wait_ready()
+    if "background" in options:
+        buffer.wait_ready()
     seconds["ready"] = time.perf_counter() - start
-    call = (low_latency_call if low_latency else normal_call)(buffer, team, case)
+    call = mode.call(buffer, team, case)
     start = time.perf_counter()
     if warm:
-        normal, bound = (0, case.tokens) if low_latency else (case.tokens, 0)
-        buffer.warmup(normal, case.hidden, TOP_K, EXPERTS, num_max_dispatch_tokens_per_rank=bound)
+        mode.warm(buffer, case)
         team.finish()
     seconds["warmup"] = time.perf_counter() - start if warm else 0.0
     rounds = []
@@ -153,7 +193,7 @@ def measure_once(
 def measure(
     team: Team,
     case: Case,
-    low_latency: bool,
+    mode: Mode,
     repeats: int,
     variants: dict[str, tuple[dict[str, bool], bool]] = VARIANTS,
     more: Callable[[deep_ep.Buffer, Callable[[], None]], dict[str, float]] | None = None,
@@ -162,9 +202,8 @@ def measure(
     found: dict[str, list[dict[str, float]]] = {variant: [] for variant in variants}
     for _ in range(repeats):
         for variant, (options, warm) in variants.items():
-            found[variant].append(measure_once(team, case, low_latency, options, warm, more if warm else None))
-    mode = "low latency" if low_latency else "normal"
+            found[variant].append(measure_once(team, case, mode, options, warm, more if warm else None))
     return [
-        {"mode": mode, "variant": variant, **{key: median([life[key] for life in lives]) for key in lives[0]}}
+        {"mode": mode.name, "variant": variant, **{key: median([life[key] for life in lives]) for key in lives[0]}}
         for variant, lives in found.items()
     ]

@@ -7,11 +7,12 @@ from collections import deque
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from . import _abi, _torch
-from ._torch import BF16, FLOAT32, INT64, Tensor
+from ._torch import BF16, FLOAT32, FP8, INT64, Tensor
 from .errors import check_flag, check_int, value_error
 
 if TYPE_CHECKING:
     from .buffer import Buffer
+    from .elastic import ElasticBuffer
 
 MAX_SECONDS, MAX_BYTES = 2**31 // 1000, 2**63 - 1
 SHAPE_FROM = (None, "given", "constructor", "hint", "region")
@@ -21,6 +22,8 @@ STAGES = {"load": "load_ns", "memory": "memory_ns", "connect": "connect_ns", "la
 LADDER = (1, 4, 16, 64)
 MOST_TOKENS = 4096  # of a rank, as in the library
 ROUNDS = 2  # of normal mode: the first one's memory goes back to the allocators, which the second takes it from
+MOST_INT = 2**31 - 1
+CHANNELS_OF_SCALE = 128  # of V2's FP8 rows
 FAST_ROUNDS = 4  # where calls take microseconds: Python's own code has its speed from about the fourth call on
 
 
@@ -167,6 +170,52 @@ def _low_latency(buffer: Buffer, shape: Shape, use_fp8: bool) -> None:
             for received in held:
                 for tensor in received if isinstance(received, tuple) else (received,):
                     tensor[:, :filled].zero_()
+
+
+# ---- V2
+
+
+def elastic_shape(
+    buffer: ElasticBuffer, num_tokens: object, hidden: object, num_topk: object, num_experts: object
+) -> Shape:
+    """The shape of a warm-up's calls: what is 0 is the constructor's."""
+    most = buffer.num_max_tokens_per_rank
+    shape = Shape(
+        check_int("num_tokens", num_tokens, 0, most or MOST_INT) or most,
+        check_int("hidden", hidden, 0) or buffer.hidden,
+        check_int("num_topk", num_topk, 0) or buffer.num_topk,
+        buffer._check_experts(num_experts),
+    )
+    for name in ("num_tokens", "hidden", "num_topk"):
+        if getattr(shape, name) == 0:
+            raise value_error(name, 0, "a number, since the buffer was made without it")
+    return shape
+
+
+def warm_up_elastic(buffer: ElasticBuffer, shape: Shape, use_fp8: bool, expand: bool, cpu_sync: bool) -> None:
+    """Dispatch, the same again with its handle, and combine: as a step forward and one back make them."""
+    from .elastic import ElasticBuffer
+
+    core = buffer._core
+    device, rows_of = core.device, (shape.num_tokens, shape.hidden)
+    x: Any = _torch.full(rows_of, 0, BF16, device)
+    if use_fp8:
+        scales = _torch.full((shape.num_tokens, -(-shape.hidden // CHANNELS_OF_SCALE)), 1, FLOAT32, device)
+        x = (x.to(FP8), scales)
+    experts, weights = _routing(shape, device)
+    for _ in range(ROUNDS if core.host_stream else FAST_ROUNDS):
+        received, _, row_weights, handle, _ = ElasticBuffer.dispatch(
+            buffer, x, experts, weights, num_experts=shape.num_experts, do_expand=expand, do_cpu_sync=cpu_sync,
+            num_max_tokens_per_rank=buffer.num_max_tokens_per_rank or shape.num_tokens,
+        )  # fmt: skip
+        ElasticBuffer.dispatch(buffer, x, handle=handle, do_expand=expand)
+        payload = received[0] if isinstance(received, tuple) else received
+        rows = _torch.full(payload.shape, 0, BF16, device)
+        ElasticBuffer.combine(buffer, rows, handle)
+        if not expand:  # expanded, weights come back only if a rank sums its experts' rows
+            ElasticBuffer.combine(buffer, rows, handle, topk_weights=row_weights)
+    core.synchronize()
+    buffer.check()
 
 
 # ---- the report

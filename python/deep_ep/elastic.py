@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from . import _elastic_sizes, _names, _torch, errors
+from . import _elastic_sizes, _names, _startup, _torch, errors
 from ._absent import AGRS, ENGRAM, PP, BufferBase, absent
 from ._elastic import (
     MAX_ALIGNMENT,
@@ -173,6 +173,7 @@ class ElasticBuffer(BufferBase):
         self.name = self._base.name
         _names.adopt(self.name, self)
         self.group = group
+        self.use_fp8_dispatch = flags["use_fp8_dispatch"]
         self.deterministic, self.explicitly_destroy = flags["deterministic"], flags["explicitly_destroy"]
         self.allow_hybrid_mode = flags["allow_hybrid_mode"]
         self.allow_multiple_reduction = flags["allow_multiple_reduction"]
@@ -199,6 +200,40 @@ class ElasticBuffer(BufferBase):
         self._kinds: dict[Any, Any] = {}
 
     # ---- life
+
+    def warmup(
+        self,
+        num_experts: int,
+        num_tokens: int = 0,
+        hidden: int = 0,
+        num_topk: int = 0,
+        use_fp8: bool | None = None,
+        *,
+        do_expand: bool = False,
+        do_cpu_sync: bool = True,
+    ) -> None:
+        """Makes calls as the program will make them, so that its first call is as fast as a later one. Collective.
+
+        Dispatch, dispatch with the handle, and combine, a few times, of rows of zeros; not in upstream's API. A program
+        that calls in several ways warms each. The current stream's work is done when it returns.
+
+        Args:
+            num_experts: E.
+            num_tokens: T, tokens a rank; 0: the buffer's `num_max_tokens_per_rank`, which it may not pass.
+            hidden: H; 0: the buffer's.
+            num_topk: K; 0: the buffer's.
+            use_fp8: FP8 rows with a scale for 128 channels, or BF16 rows; None: as the buffer's `use_fp8_dispatch`.
+            do_expand: the layout.
+            do_cpu_sync: False: outputs have room for any routing.
+
+        Raises:
+            DeepEPError: a rank is late, dead or disagrees. Also a ValueError or TypeError for a wrong argument.
+        """
+        shape = _startup.elastic_shape(self, num_tokens, hidden, num_topk, num_experts)
+        fp8 = self.use_fp8_dispatch if use_fp8 is None else check_flag("use_fp8", use_fp8)
+        expand, sync = check_flag("do_expand", do_expand), check_flag("do_cpu_sync", do_cpu_sync)
+        with _torch.without_modes():
+            _startup.warm_up_elastic(self, shape, fp8, expand, sync)
 
     def destroy(self) -> None:
         """Frees everything here; local, bounded, waits for no peer. Twice is fine.

@@ -72,6 +72,38 @@ def test_few_ranks(pool, ranks):
     pool.run(ranks, rank_sizes)
 
 
+# ---- warm-up
+
+
+def rank_warm(ctx, kind):
+    case = CASES[3]
+    with elastic.buffer_of(ctx, M, kind=kind, hidden=case.hidden, num_topk=case.topk) as buffer:
+        for options in ({}, {"do_expand": True, "use_fp8": True}, {"do_cpu_sync": False, "num_tokens": 3}):
+            before = buffer.stats()["dispatch"]["calls"]
+            buffer.warmup(case.experts, **options)
+            assert buffer.stats()["dispatch"]["calls"] > before
+        for expand in (False, True):
+            elastic.round_trip(ctx, buffer, case, elastic.expect(case, M), expand=expand, sync=True)
+        for wrong, named in (
+            ({"num_tokens": M + 1}, "num_tokens"),
+            ({"hidden": 1.5}, "hidden"),
+            ({"use_fp8": "no"}, "use_fp8"),
+        ):
+            with pytest.raises((ValueError, TypeError), match=named):
+                buffer.warmup(case.experts, **wrong)
+        with pytest.raises((AssertionError, ValueError), match="num_experts"):
+            buffer.warmup(case.experts + 1)
+    with elastic.buffer_of(ctx, M, kind=kind) as buffer:  # without K
+        with pytest.raises(ValueError, match="num_topk"):
+            buffer.warmup(case.experts)
+        buffer.warmup(case.experts, num_topk=2)
+
+
+@pytest.mark.parametrize("kind", ["ElasticBuffer", "EPBuffer"])
+def test_warmup(pool, kind):
+    pool.run(4, rank_warm, kind)
+
+
 # ---- random rounds
 
 ROUNDS, BATCH = (1000, 50) if full() else (10, 10)

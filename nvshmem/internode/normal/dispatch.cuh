@@ -276,9 +276,10 @@ __device__ inline Outcome serve_sender(const Params &p, uint64_t epoch, int stre
 
 // ---- Relays: credits for a ring in this rank's block, to the rank that fills it -------------------------------------
 
-// Each lane has one of the streams first, first + step, ... of `count`, and sees at once what its readers have read.
-__device__ inline Outcome serve_relays(const InternodeDispatchParams &p, uint64_t epoch, int first, int step, int count,
-                                       BlockedStream &blocked) {
+// Each lane has one of the streams first, first + step, ... of `count`: a warp sees at once what all their readers have
+// read.
+__device__ inline Outcome advance_relays(const InternodeDispatchParams &p, uint64_t epoch, int first, int step,
+                                         int count, BlockedStream &blocked) {
   const TeamView &team = p.d.session.team;
   const int stream = first + lane_id() * step, node = stream % p.internode.num_nodes,
             channel = stream / p.internode.num_nodes;
@@ -324,10 +325,9 @@ __device__ inline Outcome serve_relays(const InternodeDispatchParams &p, uint64_
   return kBlocked;
 }
 
-// All of them, a warp's worth at a time.
 __device__ inline void serve_relays(const InternodeDispatchParams &p, uint64_t epoch, int first, int step, int count) {
   serve_streams(p.d.session, kRoleRelay, first, kWarp * step, count, [&](int stream, BlockedStream &blocked) {
-    return serve_relays(p, epoch, stream, step, count, blocked);
+    return advance_relays(p, epoch, stream, step, count, blocked);
   });
 }
 
