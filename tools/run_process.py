@@ -20,10 +20,12 @@ def run_process(
     limit: float,
     env: dict[str, str],
     on_line: Callable[[str], bool] | None = None,
+    on_start: Callable[[Callable[[], None]], None] | None = None,
 ) -> int:
     """Runs ``command`` in a process group of its own and returns its exit status, 124 if ``limit`` (s) was reached.
 
-    Each line of output goes to ``log``, and to standard output unless ``on_line(line)`` is False.
+    Each line of output goes to ``log``, and to standard output unless ``on_line(line)`` is False. ``on_start(kill)``
+    gets what another thread may call to end the process.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     process = subprocess.Popen(
@@ -38,6 +40,8 @@ def run_process(
         start_new_session=True,
     )
     assert process.stdout is not None
+    if on_start is not None:
+        on_start(lambda: _kill_group(process))
     with open(log, "w") as kept, _killed_at_end(process), _limited(process, limit) as expired:
         for line in process.stdout:
             kept.write(line)

@@ -9,6 +9,7 @@ Ways of counting:
 from __future__ import annotations
 
 import collections
+import concurrent.futures
 import dataclasses
 import functools
 import os
@@ -115,11 +116,11 @@ def plain(name: str, command: list[str], full: bool, env: dict[str, str] | None 
     return counts
 
 
-def junit(name: str, command: list[str], full: bool, env: dict[str, str] | None = None) -> Counts:
+def junit(name: str, command: list[str], full: bool, env: dict[str, str] | None = None, **options: object) -> Counts:
     """Counts from the XML report that the command writes to LOGS/name.xml; no report means that it ended early."""
     report = LOGS / f"{name}.xml"
     report.unlink(missing_ok=True)
-    code = _execute(name, command, full, env)
+    code = _execute(name, command, full, env, **options)
     if not report.exists():
         print(f"{name}: no report (exit status {code})", flush=True)
         return Counts(failed=1)
@@ -135,8 +136,30 @@ def junit(name: str, command: list[str], full: bool, env: dict[str, str] | None 
     return counts
 
 
-def pytest(name: str, arguments: list[str], env: dict[str, str], full: bool) -> Counts:
-    return junit(name, [sys.executable, "-m", "pytest", f"--junitxml={LOGS}/{name}.xml", *arguments], full, env)
+def pytest(name: str, arguments: list[str], env: dict[str, str], full: bool, **options: object) -> Counts:
+    command = [sys.executable, "-m", "pytest", f"--junitxml={LOGS}/{name}.xml", *arguments]
+    return junit(name, command, full, env, **options)
+
+
+def pytest_in_two(name: str, folder: str, apart: Sequence[str], env: dict[str, str], full: bool) -> Counts:
+    """Two runs at the same time, of the files `apart` and of the others; what the former print stands after the rest.
+
+    Ranks that wait for each other, or for a deadline, leave half of two cores idle.
+    """
+    files = [f"{folder}/{file}" for file in apart]
+    kills: list[Callable[[], None]] = []
+    quiet: dict[str, object] = {"on_line": lambda _: False, "on_start": kills.append}
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        second = pool.submit(pytest, f"{name}-apart", files, env, full, **quiet)
+        try:
+            counts = pytest(name, [folder, *(f"--ignore={file}" for file in files)], env, full)
+            counts.add(second.result())
+        except BaseException:  # Ctrl-C, say
+            for kill in kills:
+                kill()
+            raise
+    print((LOGS / f"{name}-apart.log").read_text(), flush=True)
+    return counts
 
 
 def go_tests(name: str, packages: list[str], env: dict[str, str], full: bool) -> Counts:
@@ -325,6 +348,13 @@ def _python_gpu(full: bool) -> Counts:
     return pytest("python-gpu", ["python/tests"], {"DEEPEP_TEST_DEVICE": "cuda"}, True)
 
 
+# Of python/tests, about half of the time, none of whose tests is about deadlines.
+APART = [
+    f"test_{name}.py"
+    for name in ("autograd", "combine", "dispatch", "elastic_nodes", "example", "face", "face_ordering", "fuzz",
+                 "import", "internode", "internode_low_latency", "low_latency", "nn", "ops", "random", "recycling",
+                 "selftest", "shrink_nodes", "transformers")
+]  # fmt: skip
 MUTANTS = "kernels/tests/mutants.list"
 # fmt: off
 _TABLE: list[tuple[str, str, tuple[str, ...], Run]] = [
@@ -346,7 +376,8 @@ _TABLE: list[tuple[str, str, tuple[str, ...], Run]] = [
     ("header", "include/tests/run.sh", ("include/tests",), _plain("header", "include/tests/run.sh")),
     ("capi", "capi/tests/run.sh", ("capi/tests",), _plain("capi", "capi/tests/run.sh")),
     ("examples", "cpp_examples/run.sh", ("cpp_examples",), _plain("examples", "cpp_examples/run.sh")),
-    ("python", "the package, on the CPU", PYTHON_TESTS, _pytest("python", "python/tests")),
+    ("python", "the package, on the CPU", PYTHON_TESTS,
+     functools.partial(pytest_in_two, "python", "python/tests", APART, {})),
     ("python-nodes", "the same, every rank a node", PYTHON_TESTS,
      _pytest("python-nodes", "python/tests", DEEPEP_NUM_MAX_NVL_PEERS="1")),
     ("python-ctypes", "the same, without the compiled face", PYTHON_TESTS,

@@ -116,6 +116,26 @@ def test_pytest(tmp_path: pathlib.Path, text: str, expected: Counts) -> None:
     assert test_suites.pytest("x", [str(tmp_path), "-q", "-p", "no:cacheprovider"], env, full=False) == expected
 
 
+TWO = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": "-p no:cacheprovider"}
+
+
+def test_pytest_in_two_runs(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each waits for the other; both count, and what failed in either is told."""
+    meet = "import os, time\ndef meet(me, other):\n    open(me, 'w').close()\n    end = time.monotonic() + 30\n"
+    meet += "    while not os.path.exists(other): assert time.monotonic() < end; time.sleep(0.01)\n"
+    here, there = (repr(str(tmp_path / name)) for name in ("here", "there"))
+    (tmp_path / "test_a.py").write_text(f"{meet}def test_a(): meet({here}, {there})\n")
+    (tmp_path / "test_b.py").write_text(f"{meet}def test_b():\n    meet({there}, {here})\n    assert 0, 'wrong'\n")
+    counts = test_suites.pytest_in_two("x", str(tmp_path), ["test_b.py"], TWO, full=False)
+    assert counts == Counts(1, 1, 0) and len(counts.failures) == 1 and "test_b" in counts.failures[0]
+    assert "wrong" in capsys.readouterr().out
+
+
+def test_a_file_that_is_not_there_is_a_failure(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "test_a.py").write_text("def test_a(): pass\n")
+    assert test_suites.pytest_in_two("x", str(tmp_path), ["test_b.py"], TWO, full=False).failed == 1
+
+
 def gone(pid: int) -> bool:
     """True once the process has ended; whether its parent has asked for its status does not matter."""
     try:
