@@ -271,7 +271,7 @@ def rank_warm_memory(ctx):
     for low_latency in (False, True):
         tokens = "num_max_dispatch_tokens_per_rank" if low_latency else "num_tokens"
         plain = first_calls_faults(ctx, None, low_latency)
-        for warm in ({tokens: 192, **common}, {}):
+        for warm in ({tokens: 192, **common}, {"max_seconds": 8.0}):  # more than the usual 2, beside other work
             warmed = first_calls_faults(ctx, warm, low_latency)
             assert warmed * 5 < plain, (low_latency, warm, warmed, plain)
 
