@@ -4,6 +4,7 @@
 // these roles and serves its share of streams.
 #pragma once
 #include "cuda/common/bf16.cuh"
+#include "cuda/common/lanes.cuh"
 #include "cuda/impl/normal/failed_outputs.cuh"
 #include "cuda/impl/normal/handshake.cuh"
 #include "cuda/impl/normal/matrix.cuh"
@@ -130,7 +131,7 @@ struct TokenRows {
   int count;
   __device__ void add(const uint8_t *row) {  // by a whole warp; null: this lane has none
     const uint32_t having = __ballot_sync(kAllLanes, row != nullptr);
-    if (row != nullptr) rows[count + __popc(having & ((1u << lane_id()) - 1))] = row;
+    if (row != nullptr) rows[count + lanes_before(having)] = row;
     count += __popc(having);
   }
 };

@@ -315,7 +315,7 @@ __device__ inline uint32_t sum_records(const RoutedCombineParams &p, uint64_t ep
   __syncwarp();
   const uint8_t *row = lists.by_choice[lane_id()];
   const uint32_t rows = __ballot_sync(kAllLanes, row != nullptr);
-  if (row != nullptr) lists.rows[__popc(rows & ((1u << lane_id()) - 1))] = row;
+  if (row != nullptr) lists.rows[lanes_before(rows)] = row;
   sum_in_order(p, lists.rows, {__popc(rows), 0, 0}, {nullptr, nullptr}, place + p.header_bytes);
   if (lane_id() == 0) *reinterpret_cast<RecordHeader *>(place) = {token, last_lane(rows), 1, 0};
   __syncwarp();  // all lanes have read the rows
@@ -416,8 +416,8 @@ __device__ inline TokenChoices load_choices(const RoutedCombineParams &p, int to
   }
   if (t.rank >= 0) t.node = p.internode.node_of(t.rank);
   t.is_local = t.rank >= 0 && t.node == p.internode.node;
-  t.of_rank = same_value(t.rank);
-  t.of_node = same_value(t.node);
+  t.of_rank = same_key(t.rank);
+  t.of_node = same_key(t.node);
   const bool last_of_rank = t.rank >= 0 && lane_id() == last_lane(t.of_rank), by_rank = t.is_local || are_apart(c);
   t.takes = by_rank ? last_of_rank : t.node >= 0 && lane_id() == last_lane(t.of_node);
   if (!are_apart(c)) return t;

@@ -98,7 +98,7 @@ __device__ inline MemberChoices load_member_choices(const RoutedShrinkCombinePar
   }
   // A rank may be lost while lanes look: all its choices are, if one of them is.
   const uint32_t lost = __ballot_sync(kAllLanes, t.rank >= 0 && is_without(c.session, t.rank)),
-                 of_rank = same_value(t.rank);
+                 of_rank = same_key(t.rank);
   if ((of_rank & lost) != 0) return {-1, 0, false, -1};
   t.of_rank = of_rank;
   t.takes = t.rank >= 0 && lane_id() == last_lane(of_rank);
@@ -150,7 +150,7 @@ __device__ inline int list_member_rows(const RoutedShrinkCombineParams &p, const
     return __popc(all);
   }
   // Each node has the place of its last choice.
-  const uint32_t of_node = same_value(t.takes ? p.internode.node_of(t.rank) : -1);
+  const uint32_t of_node = same_key(t.takes ? p.internode.node_of(t.rank) : -1);
   const int last = last_lane(of_node);
   int at = __popc(of_node & below);
 #pragma unroll 1
