@@ -129,6 +129,7 @@ def run_rank(rank: int, options: argparse.Namespace, number: int, rendezvous: st
         take("normal", lambda: normal_kernels.measure_views(team, normal, options.rounds), "views")
         take("lowlatency", lambda: low_latency_kernels.measure(team, decoding, options.calls))
         take("normal", lambda: normal_kernels.measure(team, normal, options.rounds))
+        take("normal", lambda: elastic_calls.measure_kernels(team, normal, options.rounds), "elastic kernels")
         take("sms", lambda: sms.measure(team, options.hidden, options.rounds))
         take("overlap", lambda: decode_step.measure(team, options.hidden, options.rounds), "decode")
         take("overlap", lambda: overlap.measure(team, options.hidden, options.rounds))

@@ -16,7 +16,7 @@ def make(found: dict[str, Any], options: argparse.Namespace) -> list[Table]:
     shown = f"{limit:.0f} GB/s out of each GPU" if limit == limit else f"not measured: {found['limit']['missing']}"
     tables = []
     if "normal" in found:
-        normal = found["normal"] | {"found": found["normal"]["found"] + found["views"]}
+        normal = found["normal"] | {"found": found["normal"]["found"] + found.get("elastic kernels", []) + found["views"]}
         tables.append(normal_table(normal, options, limit, shown))
     if "lowlatency" in found:
         tables.append(low_latency_table(found["lowlatency"], options, limit, shown))
@@ -51,7 +51,8 @@ def normal_table(found: dict[str, Any], options: argparse.Namespace, limit: floa
         f"Kernel time of the operation by torch's profiler, L2 cold, all ranks begin together; the slowest rank of "
         f"each of {options.rounds} calls, median and p99. Top-8 of 256 experts, uniform. Direct: peers write into the "
         "rows that the caller gets; copied: through staging memory. Dispatch with top-k and scales, in one step "
-        "(num_worst_tokens). Limit: bytes of rows that leave the busiest GPU ÷ what all-pairs pushes of plain stores "
+        "(num_worst_tokens); V2's without CPU sync, FP8's scales by columns. "
+        "Limit: bytes of rows that leave the busiest GPU ÷ what all-pairs pushes of plain stores "
         f"moved in the same run ({shown}). NCCL: kernel of all_to_all_single of the rows alone, already in order. "
         "Layout + dispatch: host view, from the call until the device is done, with the counts awaited.",
         ["operation", "SMs", "median", "p99", "limit", "÷ limit", "NCCL"],

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 
 import deep_ep
-from lib.kernel_clock import Meeting
+from lib.kernel_clock import Meeting, profiled, sums
+from lib.normal_kernels import entry, kernel_named
 from lib.normal_mode import EXPERTS, TOP_K, Case, make_input
 from lib.overlap import replayed
 from lib.python_calls import call_times
@@ -16,6 +18,7 @@ from lib.ranks import Team
 from lib.tables import Table, duration, spread
 
 Call = Callable[[], Any]
+KERNEL_SMS = {"plain": (20, 24), "expanded": (24,)}
 
 
 class Batch:
@@ -47,9 +50,9 @@ class Batch:
         rows = self.received[0] if isinstance(self.received, tuple) else self.received
         self.rows = torch.ones(rows.shape, dtype=torch.bfloat16, device=rows.device)
 
-    def combine(self) -> Any:
+    def combine(self, **options: Any) -> Any:
         """Of these."""
-        return self.buffer.combine(self.rows, self.handle)
+        return self.buffer.combine(self.rows, self.handle, **options)
 
     def destroy(self, team: Team) -> None:
         """Collective: the buffer, which no rank uses any more."""
@@ -95,6 +98,36 @@ def _decode_round(team: Team, case: Case, expand: bool, rounds: int) -> float:
     found = replayed(team, meeting, one, rounds)
     batch.destroy(team)
     return found
+
+
+def measure_kernels(team: Team, case: Case, rounds: int) -> list[dict[str, Any]]:
+    """Times in us of the slowest rank: the kernels of dispatch (FP8 with scales by columns; without that of the counts)
+    and combine."""
+    found = []
+    for layout, choices in KERNEL_SMS.items():
+        for kind in ("FP8", "BF16"):
+            batch = Batch(team, Case(case.ranks, case.tokens, case.hidden, fp8=kind == "FP8"), layout == "expanded")
+            for operation, sms, times in _times_of_kernels(team, batch, kind, choices, rounds):
+                found.append(entry(operation, kind, f"V2 {layout}", sms, times))
+            batch.destroy(team)
+    return found
+
+
+def _times_of_kernels(
+    team: Team, batch: Batch, kind: str, choices: tuple[int, ...], rounds: int
+) -> Iterator[tuple[str, int, list[float]]]:
+    meeting = Meeting(team, batch.buffer, cold=True)
+
+    def timed(operation: str, call: Call) -> list[float]:
+        return sums(profiled(team, meeting, call, rounds, kernel_named(operation)))
+
+    for sms in choices:
+        options = {"num_sms": sms, "use_tma_aligned_col_major_sf": kind == "FP8"}
+        yield "dispatch", sms, timed("dispatch", partial(batch.dispatch, do_cpu_sync=False, **options))
+        if kind == "BF16":
+            batch.dispatch(**options)
+            batch.make_rows()
+            yield "combine", sms, timed("combine", partial(batch.combine, num_sms=sms))
 
 
 def measure(team: Team, case: Case, decoding: Case, rounds: int) -> dict[str, Any]:

@@ -111,6 +111,7 @@ class Calls:
 
 
 def kernel_named(part: str) -> Callable[[str], bool]:
+    """Which kernels of this library have names that begin so."""
     return lambda name: f"::{part}" in name and "internode_ll" not in name
 
 
@@ -131,11 +132,13 @@ def _nccl(team: Team, rows: Rows, x: Tensor) -> tuple[Callable[[], None], Callab
 
 
 def inputs_of_kinds(team: Team, case: Case) -> dict[str, Input]:
+    """The rank's tokens in both formats."""
     fp8 = Case(case.ranks, case.tokens, case.hidden, fp8=True)
     return {"BF16": make_input(case, team.rank).to(team.device), "FP8": make_input(fp8, team.rank).to(team.device)}
 
 
-def _entry(operation: str, kind: str, path: str, sms: int, times: list[float]) -> dict[str, Any]:
+def entry(operation: str, kind: str, path: str, sms: int, times: list[float]) -> dict[str, Any]:
+    """Times in us of a row of the table."""
     return {"operation": operation, "kind": kind, "path": path, "sms": sms, "times": times}
 
 
@@ -148,7 +151,7 @@ def measure_views(team: Team, case: Case, rounds: int) -> list[dict[str, Any]]:
         for kind, data in inputs_of_kinds(team, case).items():
             calls = Calls(buffer, data, 0)
             times = host_view(team, meeting, calls.layout_and_dispatch, rounds)
-            found.append(_entry("layout + dispatch", kind, calls.path(), 0, times))
+            found.append(entry("layout + dispatch", kind, calls.path(), 0, times))
         team.barrier()
         buffer.destroy()
     return found
@@ -168,7 +171,7 @@ def measure(team: Team, case: Case, rounds: int) -> dict[str, Any]:
             calls = Calls(buffer, data, worst)
             for sms in DISPATCH_SMS[kind, path]:
                 times = sums(profiled(team, meeting, calls.dispatch(sms), rounds, kernel_named("dispatch")))
-                found.append(_entry("dispatch", kind, calls.path(), sms, times))
+                found.append(entry("dispatch", kind, calls.path(), sms, times))
             if path == "direct" and kind == "BF16":
                 found += _combine_and_small(team, meeting, calls, rounds)
         if path == "direct":
@@ -185,7 +188,7 @@ def _rivals(team: Team, meeting: Meeting, rows: Rows, inputs: dict[str, Input]) 
         for name, call in zip(("dispatch", "combine"), _nccl(team, rows, data.parts[0]), strict=True):
             if (name, kind) != ("combine", "FP8"):
                 times = sums(profiled(team, meeting, call, NCCL_ROUNDS, lambda kernel: "nccl" in kernel))
-                found.append(_entry(name, kind, "nccl", 0, times))
+                found.append(entry(name, kind, "nccl", 0, times))
     return found
 
 
@@ -198,6 +201,6 @@ def _combine_and_small(team: Team, meeting: Meeting, calls: Calls, rounds: int) 
     def timed(call: Callable[[], None], part: str) -> list[float]:
         return sums(profiled(team, meeting, call, rounds, kernel_named(part)))
 
-    found = [_entry("combine", "BF16", "", sms, timed(calls.combine(sms), "combine")) for sms in COMBINE_SMS]
-    found.append(_entry("layout", "", "", 0, timed(layout, "layout")))
-    return [*found, _entry("notify", "", "", 0, timed(calls.dispatch(20), "notify"))]
+    found = [entry("combine", "BF16", "", sms, timed(calls.combine(sms), "combine")) for sms in COMBINE_SMS]
+    found.append(entry("layout", "", "", 0, timed(layout, "layout")))
+    return [*found, entry("notify", "", "", 0, timed(calls.dispatch(20), "notify"))]
