@@ -31,8 +31,8 @@ type ElasticOptions struct {
 
 // ElasticInfo are the numbers of a buffer of V2, of one rank.
 type ElasticInfo struct {
-	NumBytes        uint64 // get_buffer_size_hint: NumNVLBytes and RowSegmentBytes together
-	NumNVLBytes     uint64 // of the buffer: staging
+	NumBytes        uint64 // get_buffer_size_hint
+	NumNVLBytes     uint64 // of the buffer: staging. With RowSegmentBytes NumBytes, or up to 12 MiB more
 	NumRDMABytes    uint64 // of the buffer; 0 on one node. Beside NumBytes
 	RowSegmentBytes uint64 // rows that peers write in place; GPUs alone have it
 	NumSMs          int    // get_theoretical_num_sms: even, 4 or more
@@ -74,7 +74,7 @@ func (o *ElasticOptions) sizes(t plan.Topology) (ElasticInfo, error) {
 		return ElasticInfo{}, err
 	}
 	i := ElasticInfo{NumBytes: r.NumBytes, NumNVLBytes: r.NVL, NumRDMABytes: r.RDMA, RowSegmentBytes: r.Rows}
-	i.NumSMs = e.SMs(t, o.ComputeCapability, o.NumDeviceSMs, r.Rows == 0)
+	i.NumSMs = e.SMs(t, o.ComputeCapability, o.NumDeviceSMs, r.Rows)
 	sms := o.NumSMs
 	if sms == 0 {
 		sms = i.NumSMs

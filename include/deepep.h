@@ -320,7 +320,7 @@ typedef struct deepep_elastic_info {
   int32_t num_sms;            /* [out] get_theoretical_num_sms: even, 4 or more */
   int32_t num_allocated_qps;  /* [out] queue pairs that calls may name */
   int32_t num_qps;            /* [out] get_theoretical_num_qps */
-  uint64_t num_bytes;         /* [out] get_buffer_size_hint: num_nvl_bytes and row_segment_bytes together */
+  uint64_t num_bytes;         /* [out] get_buffer_size_hint */
   uint64_t num_nvl_bytes;     /* [out] of the buffer: staging */
   uint64_t num_rdma_bytes;    /* [out] of the buffer; 0 on one node */
   uint64_t row_segment_bytes; /* [out] rows that peers write in place; GPUs alone have it */

@@ -18,9 +18,13 @@ const (
 	elasticChoice   = 12 // bytes of a choice in a dispatch: index and weight; its source takes 4 more
 	elasticWeight   = 8  // bytes of a choice in a combine
 
-	// Staging is all of a small buffer, whose calls are short and often in graphs, where no row lies in the segment; of a
-	// large one what keeps the links busy, so that the row segment has room for a dispatch's rows.
-	leastStaging, stagingShare = 16 << 20, 16
+	// Staging is all of a small buffer, whose calls are short and often in graphs, where no row lies in the segment. The row
+	// segment of a large one holds FP8 rows of a dispatch in the worst case; the rest is staging, which every combine
+	// needs, and every dispatch whose rows have no place in the segment: expanded ones, and what a program keeps for a
+	// backward pass. Staging too small makes both slow (RATIONALE.md).
+	smallBuffer = 16 << 20
+	// V2.1 has a workspace of 15 MiB beside num_bytes. Ours takes under 3 MiB of these, and staging the rest.
+	besideNumBytes = 12 << 20
 
 	// What V2 assumes of a buffer that was not told a shape.
 	usualTokens, usualHidden = 4096, 7168
@@ -42,7 +46,8 @@ type Elastic struct {
 	NumBytes             uint64 // 0: for the shape
 }
 
-// ElasticRegions are the parts of a V2 buffer. NVL and Rows together are its NumBytes.
+// ElasticRegions are the parts of a V2 buffer. NVL and Rows together are its NumBytes and, of a large one, at most
+// besideNumBytes.
 type ElasticRegions struct {
 	NumBytes, NVL, RDMA, Rows uint64
 }
@@ -97,26 +102,42 @@ func (e Elastic) Regions(ranks int, t Topology) (r ElasticRegions, err error) {
 	if err != nil {
 		return r, err
 	}
-	share := r.NumBytes / stagingShare / ElasticUnit * ElasticUnit
-	r.NVL = min(align(wanted, ElasticUnit), max(leastStaging, share), r.NumBytes)
-	r.Rows = r.NumBytes - r.NVL
+	wanted = align(wanted, ElasticUnit)
+	if r.NVL = r.NumBytes; r.NumBytes > smallBuffer {
+		tokens := uint64(e.NumMaxTokens)
+		if tokens == 0 {
+			tokens = usualTokens
+		}
+		all := r.NumBytes + besideNumBytes
+		rows := align(uint64(ranks)*tokens*uint64(e.hidden()), ElasticUnit)
+		r.NVL = min(all-min(rows, r.NumBytes/2/ElasticUnit*ElasticUnit), wanted)
+		r.Rows = all - r.NVL
+	}
 	r.RDMA, err = c.RDMABytes(row, t)
 	return r, err
 }
 
 // SMs is get_theoretical_num_sms: what dispatch or combine of the shape takes, at least 4, at most those of the device
-// (0: not known). computeCapability 0: a device without SMs.
-func (e Elastic) SMs(t Topology, computeCapability, ofDevice int, staged bool) int {
-	q := SMQuery{Topology: t, ComputeCapability: computeCapability, Staged: staged, Tokens: e.NumMaxTokens, TopK: e.topK()}
+// (0: not known). computeCapability 0: a device without SMs. segment: bytes for received rows that need no staging.
+func (e Elastic) SMs(t Topology, computeCapability, ofDevice int, segment uint64) int {
+	q := SMQuery{Topology: t, ComputeCapability: computeCapability, Tokens: e.NumMaxTokens, TopK: e.topK()}
 	if q.Tokens == 0 {
 		q.Tokens = usualTokens
 	}
 	hidden, most := uint64(e.hidden()), 0
 	for _, call := range []struct {
-		kind  int
-		bytes uint64
-	}{{KindDispatch, FP8RowBytes(hidden)}, {KindDispatch, bytesBF16 * hidden}, {KindCombine, bytesBF16 * hidden}} {
+		kind           int
+		bytes, inPlace uint64 // of a row; of what lies in the segment
+	}{
+		{KindDispatch, FP8RowBytes(hidden), hidden},
+		{KindDispatch, bytesBF16 * hidden, bytesBF16 * hidden},
+		{KindCombine, bytesBF16 * hidden, 0},
+	} {
+		if e.FP8 && call.kind == KindDispatch && call.inPlace > hidden {
+			continue
+		}
 		q.Kind, q.RowBytes = call.kind, call.bytes
+		q.Staged = segment < uint64(t.Ranks)*uint64(q.Tokens)*call.inPlace
 		most = max(most, NumSMs(q))
 	}
 	if ofDevice > 0 && computeCapability > 0 {

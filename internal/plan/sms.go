@@ -36,6 +36,8 @@ const (
 	smSlack = 2.5
 	// leastSMs and mostSMs bound the choice. Beyond 24 no measured call gained.
 	leastSMs, mostSMs = 4, 24
+	// Rows of more bytes are copied from staging by SMs of their own where there are mostSMs: 505 us with 24, 634 with 20.
+	apartBytes = 8192
 	// Of few rows an SM copies and adds what arrives, while nothing else runs: 24, 32, 48 and 64 take 66, 62, 57 and 57 us
 	// a round of 128 tokens between 4 ranks, of 64 tokens 46, 46, 44 and 44.
 	leastAtOnceTokens, mostAtOnceSMs = 96, 48
@@ -91,5 +93,8 @@ func NumSMs(q SMQuery) int {
 	number := int(math.Ceil(work / (crossing*bytes/linkBytes(q.ComputeCapability) + smSlack)))
 	least := max(leastSMs, (q.Ranks+ranksPerSM-1)/ranksPerSM)
 	number = max(min(number, mostSMs), least)
+	if q.Kind == KindDispatch && q.Staged && q.RowBytes > apartBytes && number >= mostSMs-2 {
+		return mostSMs
+	}
 	return number + number%2
 }

@@ -15,7 +15,7 @@ func TestSMsReachTheLinkRate(t *testing.T) {
 		{"dispatch BF16: 10 SMs 463 us, 8 take 552", SMQuery{RowBytes: bf16, Tokens: 4096}, 10},
 		{"combine: 16 SMs 475 us, 12 take 597", SMQuery{Kind: KindCombine, RowBytes: bf16, Tokens: 4096}, 16},
 		{"staged FP8: 24 SMs 260 us, 20 take 289", SMQuery{RowBytes: fp8, Tokens: 4096, Staged: true}, 24},
-		{"staged BF16: 24 SMs 482 us, 20 take 490, 16 take 575", SMQuery{RowBytes: bf16, Tokens: 4096, Staged: true}, 22},
+		{"staged BF16: 24 SMs 482 us, 20 take 490, 16 take 575", SMQuery{RowBytes: bf16, Tokens: 4096, Staged: true}, 24},
 		{"few tokens need fewer", SMQuery{RowBytes: bf16, Tokens: 64}, 8},
 		{"few tokens need fewer, FP8", SMQuery{RowBytes: fp8, Tokens: 64}, 8},
 		{"few tokens need fewer, combine", SMQuery{Kind: KindCombine, RowBytes: bf16, Tokens: 64}, 12},

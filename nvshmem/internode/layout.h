@@ -16,7 +16,7 @@ namespace deepep::internode {
 
 // Streams of rows between two ranks; each keeps its order. As many as 20 SMs have warps that send them: of a combine,
 // and of a dispatch, whose readers turn to each too seldom where there are more.
-constexpr int kMaxChannels = 180, kDispatchChannels = 160;
+constexpr int kMaxChannels = 180, kDispatchChannels = 140;
 
 // Offsets from the start of the block, for R ranks on N nodes of P ranks, with C = kMaxChannels. "Partner": the rank of
 // another node that has the same index in its node as this rank in its own.

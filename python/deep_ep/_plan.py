@@ -33,8 +33,9 @@ class Plan:
         wire_bytes: staging that it adds.
         total_bytes: the buffer's memory; a device rounds it up to its unit (2 MiB).
         row_segment_bytes: memory for received rows of normal mode, beside the buffer (CUDA).
-        elastic_bytes: num_bytes of an ElasticBuffer for its calls: on CUDA num_nvl_bytes and row_segment_bytes
-            together; 0 without them. Its workspace is control_bytes and wire_bytes; calls add none.
+        elastic_bytes: num_bytes of an ElasticBuffer for its calls; 0 without them. Calls add no memory. With a row
+            segment, num_nvl_bytes and row_segment_bytes are 12 MiB more, as V2.1 has a workspace of 15 MiB beside
+            num_bytes.
         elastic_sms: its get_theoretical_num_sms; 0 for a Buffer.
         elastic_qps: get_theoretical_num_qps of so many SMs; 0 for a Buffer.
         output_bytes_fp8: rows and scales that one low-latency dispatch returns.

@@ -29,6 +29,7 @@ OF_THE_BUFFER = (
     "wire_bytes", "num_qp_peers", "num_qps_per_peer", "qp_depth", "num_nics", "num_qps_per_nic", "num_qps",
     "timeout_ms", "first_timeout_ms",
 )  # fmt: skip
+BESIDE_NUM_BYTES = 12 << 20  # with the library's own memory less than V2.1's workspace
 ELASTIC = (
     {"num_max_tokens_per_rank": 40, "num_topk": 2},
     {"num_max_tokens_per_rank": 7000, "num_topk": 8, "use_fp8_dispatch": True, "allow_multiple_reduction": False},
@@ -67,7 +68,7 @@ def elastic_plans(ctx, peers):
             )
             pool = buffer._core.native.rows
             assert planned.row_segment_bytes == (pool.count if pool is not None else 0)
-            assert planned.elastic_bytes >= planned.num_nvl_bytes + planned.row_segment_bytes
+            assert planned.elastic_bytes + BESIDE_NUM_BYTES >= planned.num_nvl_bytes + planned.row_segment_bytes
             sms = buffer.get_theoretical_num_sms(2 * ctx.size, shape["num_topk"])
             found.append((planned.elastic_sms, planned.elastic_qps, sms, buffer.get_theoretical_num_qps(sms)))
         finally:
@@ -88,6 +89,7 @@ def rank_plans(ctx, settings):
     import deep_ep
 
     with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("NVSHMEM_QP_DEPTH", raising=False)  # a machine may have one, too few for some settings
         for name, value in settings.items():
             patch.setenv(name, value)
         for call in CALLS:

@@ -78,7 +78,7 @@ func (p *sizes) print(w io.Writer) error {
 		size("num_rdma_bytes", p.LLBytes, "low-latency mode, two slots")
 	}
 	if p.ElasticBytes > 0 {
-		size("num_bytes", p.ElasticBytes, "V2: num_nvl_bytes and row segment; get_buffer_size_hint")
+		size("num_bytes", p.ElasticBytes, "V2: get_buffer_size_hint")
 		size("num_nvl_bytes", p.NVLBytes, "V2: staging")
 		if p.Nodes > 1 {
 			size("num_rdma_bytes", p.RDMABytes, "V2 between nodes")

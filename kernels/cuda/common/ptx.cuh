@@ -237,9 +237,8 @@ template <int kPending>
 __device__ __forceinline__ void bulk_wait() {
   asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kPending) : "memory");
 }
-// Orders the thread's earlier ordinary accesses before bulk copies that it issues later; the form for all memory waits
-// for the thread's accesses to the device's memory, as a fence of its scope does: not for every piece.
-__device__ __forceinline__ void fence_before_bulk() { asm volatile("fence.proxy.async;" ::: "memory"); }
+// Orders the thread's earlier ordinary accesses to shared or to global memory before bulk copies that it issues later.
+// The form for both waits for all of the thread's accesses to the device's memory, as a fence of its scope does.
 __device__ __forceinline__ void fence_shared_before_bulk() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }

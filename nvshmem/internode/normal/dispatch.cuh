@@ -19,7 +19,7 @@ struct InternodeDispatchParams {
 };
 
 struct DispatchRoles {
-  static constexpr int kSenders = 8, kRelays = 3, kReaders = 13;
+  static constexpr int kSenders = 7, kRelays = 3, kReaders = 14;
   static constexpr int kWarps = kSenders + kRelays + kReaders, kThreads = kWarps * kWarp;
 };
 constexpr int kRowsRead = 8;  // of a stream in one turn of a reader

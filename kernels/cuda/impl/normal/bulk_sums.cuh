@@ -166,7 +166,7 @@ struct TermSender<true, Job> {
       }
       const int r = job.dest_of(row), before = sent;
       const auto [place, lap] = job.place_of(row, r);
-      if (lap > 0) ptx::fence_before_bulk();  // the peer has read the row that was there
+      if (lap > 0) ptx::fence_global_before_bulk();  // the peer has read the row that was there
       each_sum(p(), terms[0], job.dests[r].rows + static_cast<uint64_t>(place) * p().ring.payload_stride,
                [&](uint32_t which, uint8_t *to) { send_sum(which, to); });
       send_weights(job, terms[0], r, place);

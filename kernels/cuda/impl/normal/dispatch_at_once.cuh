@@ -508,7 +508,7 @@ struct AtOnce {
     if (copier() >= 0) {
       CopyStage stage{part<uint8_t>(at.stages) + copier() * p.copy_bytes, part<uint64_t>(at.arrived) + copier()};
       const int each = static_cast<int>(ceil_div(d().row_bytes, p.copy_bytes));
-      ptx::fence_before_bulk();
+      ptx::fence_global_before_bulk();
       for (int i = copier(); i < num_items(rows) * each; i += static_cast<int>(p.copiers)) {
         const int item = i / each;
         const uint32_t from = (i - item * each) * p.copy_bytes, size = min(p.copy_bytes, d().row_bytes - from);

@@ -77,6 +77,10 @@ __device__ inline bool set_up_dests(const DispatchParams &p, uint64_t epoch, Dis
       dest.rows =
           pointer<uint8_t>(segment) + from->segment_offset + static_cast<uint64_t>(dest.first_row) * p.row_bytes;
       good &= segment != 0;
+    } else if (r == me && p.routing != DK_ROUTING_EXPANDED) {  // rows that stay need no ring
+      dest.rows = p.recv_x() + static_cast<uint64_t>(dest.first_row) * p.row_bytes;
+      dest.row_stride = p.row_bytes;
+      dest.direct = 1;
     }
     if (from->row_limit >= 0 && dest.arriving > from->row_limit) {
       if (blockIdx.x == 0)
@@ -89,13 +93,14 @@ __device__ inline bool set_up_dests(const DispatchParams &p, uint64_t epoch, Dis
   return __syncthreads_or(!good || crowded) == 0;
 }
 
-// The lowest of this lane's ranks whose ring has no room for the token's row yet; -1: all have room. kFlagged: rows
-// have flags, which the ring counts, also where they go straight to their places; but for this rank's own.
+// A rank of this lane's whose ring has no room yet for the row of one of `tokens` tokens; -1: all have room. kFlagged:
+// rows have flags, which the ring counts, also where they go straight to their places; but for this rank's own.
 template <bool kFlagged = false>
 __device__ inline int rank_without_room(const DispatchParams &p, const DispatchDest *dests, uint64_t epoch,
-                                        RingPart part, const int32_t *heads) {
-  for (int r = lane_id(); r < p.session.team.num_ranks; r += kWarp) {
-    const int head = heads[r];
+                                        RingPart part, const int32_t *heads, int tokens = 1) {
+  const int num_ranks = p.session.team.num_ranks;
+  for (int i = lane_id(); i < tokens * num_ranks; i += kWarp) {
+    const int head = heads[i], r = tokens == 1 ? i : i % num_ranks;
     const auto place_there = static_cast<uint32_t>(head);
     if (place_there >= static_cast<uint32_t>(dests[r].num_rows) || place_there < dests[r].slots ||
         (part == kPayload && (kFlagged ? r == p.session.team.rank : dests[r].direct != 0)))
@@ -107,12 +112,12 @@ __device__ inline int rank_without_room(const DispatchParams &p, const DispatchD
 }
 template <bool kFlagged = false>
 __device__ inline bool await_ring_room(const DispatchParams &p, const DispatchDest *dests, uint64_t epoch,
-                                       RingPart part, const int32_t *heads) {
+                                       RingPart part, const int32_t *heads, int tokens = 1) {
   int missing = -1;
   const bool good = warp_wait_or_drop<kForRoom>(
       p.session, static_cast<int64_t>(epoch),
       [&] {
-        missing = rank_without_room<kFlagged>(p, dests, epoch, part, heads);
+        missing = rank_without_room<kFlagged>(p, dests, epoch, part, heads, tokens);
         return __all_sync(kAllLanes, missing < 0) != 0;
       },
       [&] { return missing; }, [&](int peer) { drop_dest(dests, peer); });

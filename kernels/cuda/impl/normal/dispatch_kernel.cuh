@@ -77,10 +77,12 @@ __device__ __noinline__ inline void blank_row(const DispatchParams &p, int64_t r
   for (uint32_t i = lane_id(); i < p.row_bytes / 16; i += kWarp) to[i] = {0, 0, 0, 0};
 }
 
-// Role of a warp: copies rows of one source from the ring to their places.
+// Role of a warp: copies rows of another rank from the ring to their places.
 __device__ inline void receive_rows(const DispatchParams &p, uint64_t epoch, int worker, int num_workers) {
   const TeamView &team = p.session.team;
-  const ReceiverShare share = receiver_share(worker, num_workers, team.num_ranks);
+  if (team.num_ranks == 1) return;
+  ReceiverShare share = receiver_share(worker, num_workers, team.num_ranks - 1);  // of the others: own rows stay
+  share.source += share.source >= team.rank;
   const int before = rows_before(p.rank_prefix_matrix(), team.num_ranks, share.source, team.rank);
   const int rows = p.rank_prefix_matrix()[share.source * team.num_ranks + team.rank] - before;
   const RingShape ring = dispatch_ring(p, false);

@@ -209,6 +209,31 @@ __device__ inline int begin_meta(const DispatchParams &p, const MetaSpace &space
   return first;
 }
 
+// Whether peers may wait for a part of a batch before they free slots for the rest: a ring holds little more than a
+// batch and what a receiving warp takes at a time.
+__device__ __noinline__ inline bool has_small_ring(const DispatchParams &p, const DispatchDest *dests) {
+  bool small = false;
+  for (int r = lane_id(); r < p.session.team.num_ranks; r += kWarp) small |= dests[r].slots < kMetaChunk + kMetaBatch;
+  return __any_sync(kAllLanes, small) != 0;
+}
+
+// Waits for room for tokens [token, end), and before that publishes those from `published` on, for which peers may wait
+// before they free slots. Returns the first token that is not published, -1: the team failed.
+template <bool kBulk>
+__device__ __noinline__ inline int make_meta_room(const DispatchParams &p, const DispatchDest *dests, uint64_t epoch,
+                                                  int published, int token, int end) {
+  const int32_t *heads = p.send_head() + static_cast<int64_t>(token) * p.session.team.num_ranks;
+  if (__any_sync(kAllLanes, rank_without_room(p, dests, epoch, kMeta, heads, end - token) >= 0)) {
+    if (published < token) publish_meta<kBulk>(p, dests, epoch, published, token);
+    published = token;
+    if (!await_ring_room(p, dests, epoch, kMeta, heads, end - token)) return -1;
+  }
+#if DEEPEP_HAS_BULK_COPY
+  if (kBulk) ptx::fence_global_before_bulk();
+#endif
+  return published;
+}
+
 // Role of a warp. begun: of begin_meta, or kNoBatch.
 template <bool kBulk, bool kRouted = false>
 __device__ inline void send_meta(const DispatchParams &p, const DispatchDest *dests, MetaSpace space, uint64_t epoch,
@@ -225,21 +250,16 @@ __device__ inline void send_meta(const DispatchParams &p, const DispatchDest *de
       tight |=
           p.send_head()[static_cast<int64_t>(first) * num_ranks + i] >= static_cast<int>(dests[i % num_ranks].slots);
     tight = __any_sync(kAllLanes, tight) != 0;
-    const int step = tight ? 1 : batch;
-    const bool loads = tight || begun == kNoBatch;
+    const bool by_token = tight && has_small_ring(p, dests);
+    const int step = by_token ? 1 : batch;
+    const bool loads = by_token || begun == kNoBatch;
     if (loads) ptx::copy_words_wait<0>();  // of the batch as a whole
     int published = first;
     for (int token = first; token < end; token += step) {
-      const int32_t *heads = p.send_head() + static_cast<int64_t>(token) * num_ranks;
-      if (tight && __any_sync(kAllLanes, rank_without_room(p, dests, epoch, kMeta, heads) >= 0)) {
-        publish_meta<kBulk>(p, dests, epoch, published, token);  // peers may wait for these before they free slots
-        published = token;
-        if (!await_ring_room(p, dests, epoch, kMeta, heads)) return;
-      }
-#if DEEPEP_HAS_BULK_COPY
-      if (kBulk && tight) ptx::fence_before_bulk();
-#endif
-      send_tokens_meta<kBulk, kRouted>(p, dests, space, token, min(token + step, end), loads);
+      const int until = min(token + step, end);
+      if (tight) published = make_meta_room<kBulk>(p, dests, epoch, published, token, until);
+      if (published < 0) return;
+      send_tokens_meta<kBulk, kRouted>(p, dests, space, token, until, loads);
     }
     publish_meta<kBulk>(p, dests, epoch, published, end);
   }

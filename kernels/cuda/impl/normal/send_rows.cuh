@@ -123,7 +123,7 @@ struct RowSender<true, Job> {
     if (!job.room(stage, which)) {
       drain();  // peers may wait for rows that are still in flight before they free a slot
       if (!job.await_room(stage, which)) return false;
-      ptx::fence_before_bulk();
+      ptx::fence_global_before_bulk();
     }
     if (Job::kByLanes || lane_id() == 0) await_copy(stage);
     const uint32_t bytes = piece_bytes(at);

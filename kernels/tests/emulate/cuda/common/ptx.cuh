@@ -116,7 +116,6 @@ template <int kPending>
 void bulk_wait() {
   emulate::wait_for_bulk(kPending, false);
 }
-inline void fence_before_bulk() {}
 inline void fence_shared_before_bulk() {}
 inline void fence_global_before_bulk() {}
 
