@@ -16,8 +16,8 @@ def make(found: dict[str, Any], options: argparse.Namespace) -> list[Table]:
     shown = f"{limit:.0f} GB/s out of each GPU" if limit == limit else f"not measured: {found['limit']['missing']}"
     tables = []
     if "normal" in found:
-        normal = found["normal"] | {"found": found["normal"]["found"] + found.get("elastic kernels", []) + found["views"]}
-        tables.append(normal_table(normal, options, limit, shown))
+        entries = found["normal"]["found"] + found.get("elastic kernels", []) + found["views"]
+        tables.append(normal_table(found["normal"] | {"found": entries}, options, limit, shown))
     if "lowlatency" in found:
         tables.append(low_latency_table(found["lowlatency"], options, limit, shown))
     if "hostcost" in found:

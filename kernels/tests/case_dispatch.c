@@ -47,6 +47,8 @@ SPEC(small_chunks, .tokens = 90, .experts = 4, .topk = 3, .row_bytes = 1024, .se
 SPEC(floor, .tokens = 150, .experts = 4, .topk = 3, .row_bytes = 1024, .nvl_bytes = 0);
 SPEC(floor_fp8, .tokens = 70, .experts = 4, .topk = 3, .row_bytes = 768, .scales = 6, .nvl_bytes = 0);
 SPEC(floor_skewed, .pattern = SKEWED, .tokens = 100, .experts = 4, .topk = 3, .row_bytes = 2048, .nvl_bytes = 0);
+SPEC(few_slots, .tokens = 300, .experts = 8, .topk = 3, .row_bytes = 512, .nvl_bytes = 4 * 64 * 576);
+SPEC(few_slots_fp8, .tokens = 200, .experts = 4, .topk = 3, .row_bytes = 768, .scales = 6, .nvl_bytes = 3 * 56 * 832);
 SPEC(large, .tokens = 512, .experts = 8, .topk = 8, .row_bytes = 4096, .nvl_bytes = (uint64_t)16 << 20);
 
 /* The caller may overwrite the nvl region between calls of normal mode. */
@@ -129,6 +131,8 @@ static const struct test_case cases[] = {
     {"dispatch/smallest region, 8 ranks", shape, 8, &floor, HEAVY, 0, 0},
     {"dispatch/smallest region, FP8", shape, 3, &floor_fp8, USUAL, 0, 0},
     {"dispatch/smallest region, skewed", shape, 4, &floor_skewed, USUAL, 0, 0},
+    {"dispatch/rings of 64 rows", shape, 4, &few_slots, USUAL, 0, 0},
+    {"dispatch/rings of 56 rows, FP8", shape, 3, &few_slots_fp8, QUICK, 0, 0},
     {"dispatch/512 tokens of 4 KiB", shape, 4, &large, HEAVY, 0, 0},
     {"dispatch/region overwritten between calls", overwritten_region, 3, NULL, USUAL, 0, 0},
     {"dispatch/handle of another team", handle_elsewhere, 3, NULL, QUICK, 0, 0},

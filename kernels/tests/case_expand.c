@@ -79,6 +79,8 @@ SPEC(plain_duplicates, .plain = true, .pattern = DUPLICATES, .topk = 5);
 SPEC(plain_silent, .plain = true, .pattern = SILENT_RANK);
 SPEC(plain_segment, .plain = true, .segment = true, .scales = 3, .columns = true, .tokens = 60);
 SPEC(plain_many, .plain = true, .tokens = 600, .row_bytes = 128, .biases = 1);
+SPEC(few_slots, .tokens = 200, .hidden = 512, .nvl_bytes = 3 * 64 * 1152);
+SPEC(plain_few_slots, .plain = true, .tokens = 200, .hidden = 512, .nvl_bytes = 3 * 64 * 1152);
 SPEC(plain_floor, .plain = true, .tokens = 70, .hidden = 512, .nvl_bytes = 0);
 
 #define ONCE(name, ...) SPEC(name, .worst = true, .at_once = true, __VA_ARGS__)
@@ -411,6 +413,7 @@ static const struct test_case cases[] = {
     SHAPE("worst case, FP8", 4, worst_fp8, USUAL),
     SHAPE("least memory", 3, floor, QUICK),
     SHAPE("least memory, skewed", 4, floor_skewed, USUAL),
+    SHAPE("rings of 60 rows", 3, few_slots, USUAL),
     SHAPE("top-31", 2, many_choices, USUAL),
     SHAPE("256 experts a rank", 2, many_experts, USUAL),
     SHAPE("rows of 208 bytes", 4, odd, USUAL),
@@ -424,6 +427,7 @@ static const struct test_case cases[] = {
     SHAPE("plain, a rank without tokens", 4, plain_silent, USUAL),
     SHAPE("plain, many rows", 2, plain_many, QUICK),
     SHAPE("plain, least memory", 3, plain_floor, QUICK),
+    SHAPE("plain, rings of 60 rows", 3, plain_few_slots, QUICK),
     {"expand/rows straight to their places", shape, 3, &segment, QUICK, DK_CAP_PEER_ROWS, 0},
     {"expand/rows straight to their places, worst case", shape, 4, &worst_segment, USUAL, DK_CAP_PEER_ROWS, 0},
     {"expand/plain, rows straight to their places", shape, 3, &plain_segment, QUICK, DK_CAP_PEER_ROWS, 0},
