@@ -145,7 +145,7 @@ static void test_elastic_sizes(void) {
   deepep_plan_info plan = DEEPEP_PLAN_INFO_INIT, old;
   elastic.num_ranks = 4, elastic.num_max_tokens = 4096, elastic.hidden = 7168, elastic.num_topk = 8;
   EXPECT(deepep_elastic_sizes(&elastic, &info) == DEEPEP_OK && info.num_bytes == 113 * (uint64_t)DEEPEP_ELASTIC_UNIT);
-  EXPECT(info.num_nvl_bytes + info.row_segment_bytes == info.num_bytes && info.num_rdma_bytes == 0);
+  EXPECT(info.num_nvl_bytes + info.row_segment_bytes == info.num_bytes + (12 << 20) && info.num_rdma_bytes == 0);
   EXPECT(info.num_allocated_qps == 17 && info.num_sms == 20 && info.num_qps == 9);
   elastic.num_nvl_peers = 2, elastic.num_sms = 4;
   EXPECT(deepep_elastic_sizes(&elastic, &info) == DEEPEP_OK && info.num_rdma_bytes > 0 && info.num_qps == 65);
@@ -153,7 +153,9 @@ static void test_elastic_sizes(void) {
   EXPECT(deepep_elastic_sizes(&elastic, &info) == DEEPEP_ERROR_INVALID_ARGUMENT && SAYS("num_bytes"));
   EXPECT(deepep_elastic_sizes(NULL, &info) == DEEPEP_ERROR_INVALID_ARGUMENT && SAYS("options"));
   EXPECT(deepep_elastic_sizes(&elastic, NULL) == DEEPEP_ERROR_INVALID_ARGUMENT && SAYS("info"));
-  elastic.num_bytes = 0, buffer.engine = "cpu", options.size = 4, options.buffer = &buffer, options.elastic = &elastic;
+  elastic.num_bytes = 0, elastic.num_nvl_peers = 0;
+  EXPECT(deepep_elastic_sizes(&elastic, &info) == DEEPEP_OK);
+  buffer.engine = "cpu", options.size = 4, options.buffer = &buffer, options.elastic = &elastic;
   EXPECT(deepep_plan(&options, &plan, NULL) == DEEPEP_OK && plan.elastic_bytes == info.num_bytes &&
          plan.num_nvl_bytes == info.num_nvl_bytes && plan.row_segment_bytes == 0 && plan.elastic_sms == 20);
   memset(&old, 0, sizeof old);

@@ -54,7 +54,7 @@ func TestPlanSizes(t *testing.T) {
 // With --elastic-tokens the plan is a V2 buffer's: its bytes and what the kernel library adds, and no other mode's.
 func TestPlanOfV2(t *testing.T) {
 	p := planned(t, "--ranks", "4", "--engine", "cuda", "--elastic-tokens", "4096")
-	if p.ElasticBytes != 226<<20 || p.NVLBytes != 16<<20 || p.RowSegmentBytes != 210<<20 || p.ElasticSMs != 16 || p.Tokens != 0 || p.MaxTokens != 0 {
+	if p.ElasticBytes != 226<<20 || p.NVLBytes != 126<<20 || p.RowSegmentBytes != 112<<20 || p.ElasticSMs != 24 || p.Tokens != 0 || p.MaxTokens != 0 {
 		t.Errorf("%+v", p)
 	}
 	if p.Library != "" && (p.TotalBytes < p.NVLBytes+p.PrivateBytes || p.PrivateBytes == 0) {
