@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 import deep_ep
-from lib.kernel_clock import Meeting, profiled, sums
-from lib.normal_kernels import entry, kernel_named
+from lib.kernel_clock import Meeting
+from lib.normal_kernels import entry, kernel_times
 from lib.normal_mode import EXPERTS, TOP_K, Case, make_input
 from lib.overlap import replayed
 from lib.python_calls import call_times
@@ -119,7 +119,7 @@ def _times_of_kernels(
     meeting = Meeting(team, batch.buffer, cold=True)
 
     def timed(operation: str, call: Call) -> list[float]:
-        return sums(profiled(team, meeting, call, rounds, kernel_named(operation)))
+        return kernel_times(team, meeting, call, operation, rounds)
 
     for sms in choices:
         options = {"num_sms": sms, "use_tma_aligned_col_major_sf": kind == "FP8"}

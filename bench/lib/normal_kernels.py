@@ -115,6 +115,11 @@ def kernel_named(part: str) -> Callable[[str], bool]:
     return lambda name: f"::{part}" in name and "internode_ll" not in name
 
 
+def kernel_times(team: Team, meeting: Meeting, call: Callable[[], None], part: str, rounds: int) -> list[float]:
+    """Times in us of the call's kernels of this library whose names begin with `part`."""
+    return sums(profiled(team, meeting, call, rounds, kernel_named(part)))
+
+
 def _nccl(team: Team, rows: Rows, x: Tensor) -> tuple[Callable[[], None], Callable[[], None]]:
     """All-to-all of the rows, already in order, there and back."""
     out = x.view(torch.int32).index_select(0, rows.tokens)
@@ -170,7 +175,7 @@ def measure(team: Team, case: Case, rounds: int) -> dict[str, Any]:
         for kind, data in inputs.items():
             calls = Calls(buffer, data, worst)
             for sms in DISPATCH_SMS[kind, path]:
-                times = sums(profiled(team, meeting, calls.dispatch(sms), rounds, kernel_named("dispatch")))
+                times = kernel_times(team, meeting, calls.dispatch(sms), "dispatch", rounds)
                 found.append(entry("dispatch", kind, calls.path(), sms, times))
             if path == "direct" and kind == "BF16":
                 found += _combine_and_small(team, meeting, calls, rounds)
@@ -199,7 +204,7 @@ def _combine_and_small(team: Team, meeting: Meeting, calls: Calls, rounds: int) 
         calls.buffer.get_dispatch_layout(calls.data.experts, EXPERTS)
 
     def timed(call: Callable[[], None], part: str) -> list[float]:
-        return sums(profiled(team, meeting, call, rounds, kernel_named(part)))
+        return kernel_times(team, meeting, call, part, rounds)
 
     found = [entry("combine", "BF16", "", sms, timed(calls.combine(sms), "combine")) for sms in COMBINE_SMS]
     found.append(entry("layout", "", "", 0, timed(layout, "layout")))

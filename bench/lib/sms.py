@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 import deep_ep
-from lib.kernel_clock import Meeting, profiled, sums
-from lib.normal_kernels import Calls, Rows, inputs_of_kinds, kernel_named, make_buffer
+from lib.kernel_clock import Meeting
+from lib.normal_kernels import Calls, Rows, inputs_of_kinds, kernel_times, make_buffer
 from lib.normal_mode import EXPERTS, TOP_K, Case
 from lib.ranks import Team
 from lib.tables import Table, duration, median, ratio
@@ -34,12 +34,12 @@ def measure(team: Team, hidden: int, rounds: int) -> list[dict[str, Any]]:
                 calls = Calls(buffer, data, worst)
                 chosen = planned.dispatch_sms_fp8 if kind == "FP8" else planned.dispatch_sms_bf16
                 for sms in (CHOICE, *SWEEP):
-                    times = sums(profiled(team, meeting, calls.dispatch(sms), rounds, kernel_named("dispatch")))
+                    times = kernel_times(team, meeting, calls.dispatch(sms), "dispatch", rounds)
                     entry = {"operation": "dispatch", "kind": kind, "path": calls.path(), "tokens": tokens, "sms": sms}
                     found.append(entry | {"times": times, "chosen": chosen})
                 if direct and kind == "BF16":
                     for sms in (CHOICE, *SWEEP):
-                        times = sums(profiled(team, meeting, calls.combine(sms), rounds, kernel_named("combine")))
+                        times = kernel_times(team, meeting, calls.combine(sms), "combine", rounds)
                         entry = {"operation": "combine", "kind": kind, "path": "", "tokens": tokens, "sms": sms}
                         found.append(entry | {"times": times, "chosen": planned.combine_sms})
             team.barrier()

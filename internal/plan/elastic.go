@@ -104,12 +104,8 @@ func (e Elastic) Regions(ranks int, t Topology) (r ElasticRegions, err error) {
 	}
 	wanted = align(wanted, ElasticUnit)
 	if r.NVL = r.NumBytes; r.NumBytes > smallBuffer {
-		tokens := uint64(e.NumMaxTokens)
-		if tokens == 0 {
-			tokens = usualTokens
-		}
 		all := r.NumBytes + besideNumBytes
-		rows := align(uint64(ranks)*tokens*uint64(e.hidden()), ElasticUnit)
+		rows := align(uint64(ranks)*uint64(e.tokens())*uint64(e.hidden()), ElasticUnit)
 		r.NVL = min(all-min(rows, r.NumBytes/2/ElasticUnit*ElasticUnit), wanted)
 		r.Rows = all - r.NVL
 	}
@@ -120,10 +116,7 @@ func (e Elastic) Regions(ranks int, t Topology) (r ElasticRegions, err error) {
 // SMs is get_theoretical_num_sms: what dispatch or combine of the shape takes, at least 4, at most those of the device
 // (0: not known). computeCapability 0: a device without SMs. segment: bytes for received rows that need no staging.
 func (e Elastic) SMs(t Topology, computeCapability, ofDevice int, segment uint64) int {
-	q := SMQuery{Topology: t, ComputeCapability: computeCapability, Tokens: e.NumMaxTokens, TopK: e.topK()}
-	if q.Tokens == 0 {
-		q.Tokens = usualTokens
-	}
+	q := SMQuery{Topology: t, ComputeCapability: computeCapability, Tokens: e.tokens(), TopK: e.topK()}
 	hidden, most := uint64(e.hidden()), 0
 	for _, call := range []struct {
 		kind           int
@@ -170,6 +163,13 @@ func (e Elastic) topK() int {
 		return elasticTopK
 	}
 	return e.NumTopK
+}
+
+func (e Elastic) tokens() int {
+	if e.NumMaxTokens == 0 {
+		return usualTokens
+	}
+	return e.NumMaxTokens
 }
 
 func (e Elastic) hidden() int {
