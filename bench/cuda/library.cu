@@ -109,7 +109,9 @@ void Rank::open(World *w, int r) {
   sizes.rdma_bytes = shape.rdma_bytes;
   sizes.max_row_bytes = 2 * shape.hidden;
   DK(block_sizes, sizes);
-  const uint64_t bytes = rdma_offset() + shape.rdma_bytes;
+  // Among nodes the segment is in the heap too: one process cannot give another one memory here.
+  if (shape.nodes > 1) segment_bytes = 2ull * shape.ranks * shape.tokens * shape.hidden;
+  const uint64_t bytes = segment_offset() + segment_bytes;
   peers = shape.nodes > 1 ? allocate_in_heap(bytes) : allocate_shared(bytes);
   block = peers[r];
   if (shape.nodes > 1) open_transport(bytes);
@@ -167,7 +169,9 @@ void Rank::open(World *w, int r) {
 }
 
 void Rank::register_segment(uint64_t bytes) {
-  const std::vector<uint64_t> addresses = allocate_shared(bytes);
+  std::vector<uint64_t> addresses = peers;
+  for (uint64_t &address : addresses) address += address == 0 ? 0 : segment_offset();
+  if (segment_bytes < bytes) addresses = allocate_shared(bytes);
   segment = addresses[rank];
   segment_bytes = bytes;
   peer_segments = addresses;

@@ -93,6 +93,7 @@ struct Rank {
   void meet() { pthread_barrier_wait(&world->shared->barrier); }
   uint64_t nvl_offset() const { return sizes.control_bytes + sizes.wire_bytes; }
   uint64_t rdma_offset() const { return nvl_offset() + sizes.nvl_bytes; }
+  uint64_t segment_offset() const { return (rdma_offset() + sizes.rdma_bytes + 4095) / 4096 * 4096; }
   std::vector<uint64_t> allocate_shared(uint64_t bytes);
   std::vector<uint64_t> allocate_in_heap(uint64_t bytes);
   void open_transport(uint64_t bytes);

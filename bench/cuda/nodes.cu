@@ -58,6 +58,7 @@ void time_nodes(Rank &rank, const std::vector<int> &sms) {
   const Shape &s = rank.world->shape;
   const Routing routing(s, s.tokens, 1, false);
   Arrays a = prepare_counted(rank, routing, s.hidden);
+  rank.register_segment(2ull * s.ranks * s.tokens * s.hidden);
   const int64_t crossing = rows_to_other_nodes(rank, routing);
   auto timed = [&](const char *what, int num_sms, double row_bytes, int op, auto call) {
     const OwnTime before = own_time(rank, op);
@@ -74,12 +75,14 @@ void time_nodes(Rank &rank, const std::vector<int> &sms) {
     printf("%d nodes of %d ranks; rank 0 gets %d rows and sends %lld to other nodes\n", s.nodes, s.ranks / s.nodes,
            a.rows, static_cast<long long>(crossing));
   for (int n : sms) {
-    auto rows_of = [&](const char *what, uint64_t row_bytes, int scales) {
+    auto rows_of = [&](const char *what, uint64_t row_bytes, int scales, bool direct) {
       timed(what, n, static_cast<double>(row_bytes) + 4 * scales, DK_OP_DISPATCH,
-            [&] { dispatch(rank, a, routing, row_bytes, scales, -1, 0, n, false); });
+            [&] { dispatch(rank, a, routing, row_bytes, scales, -1, 0, n, direct); });
     };
-    rows_of("dispatch BF16", 2 * s.hidden, 0);
-    rows_of("dispatch FP8", s.hidden, s.hidden / 128);
+    rows_of("dispatch BF16", 2 * s.hidden, 0, true);
+    rows_of("staged", 2 * s.hidden, 0, false);
+    rows_of("dispatch FP8", s.hidden, s.hidden / 128, true);
+    rows_of("staged", s.hidden, s.hidden / 128, false);
     timed("combine BF16", n, 2.0 * s.hidden, DK_OP_COMBINE, [&] { combine(rank, a, routing, n, false); });
   }
   release(rank, a);

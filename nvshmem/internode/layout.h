@@ -14,9 +14,10 @@
 
 namespace deepep::internode {
 
-// Streams of rows between two ranks; each keeps its order. As many as 20 SMs have warps that send them: of a combine,
-// and of a dispatch, whose readers turn to each too seldom where there are more.
-constexpr int kMaxChannels = 180, kDispatchChannels = 140;
+// Streams of rows between two ranks; each keeps its order. A call has as many as its warps send one by one; see
+// channels_for(). kFixedChannels: of a call whose ranks have different numbers of blocks, and of a dispatch whose ranks
+// read rows, to each stream too seldom where there are more.
+constexpr int kMaxChannels = 256, kFixedChannels = 140;
 
 // Offsets from the start of the block, for R ranks on N nodes of P ranks, with C = kMaxChannels. "Partner": the rank of
 // another node that has the same index in its node as this rank in its own.

@@ -1,7 +1,7 @@
 // normal.cu - libdeepep_nvshmem.so: launches of normal mode, barriers and cleans across nodes.
 #include "cuda/launch/internode.h"
 #include "internode/normal/combine.cuh"
-#include "internode/normal/dispatch.cuh"
+#include "internode/normal/dispatch_kernel.cuh"
 #include "internode/normal/notify.cuh"
 #include "internode/normal/shrink_combine.cuh"
 #include "internode/normal/shrink_dispatch.cuh"
@@ -110,12 +110,17 @@ int32_t internode_dispatch(dk_dispatch_params *p, const DispatchParams &d, int b
   const Team *team = handle_of<Team>(p->team);
   if (team->internode->shrink != nullptr) return launch_shrinking(p, d, blocks, team);
   InternodeDispatchParams params{d, team->internode->view, {}, {}, static_cast<NormalState *>(team->internode->state)};
-  params.rings =
-      row_rings(team->view, params.internode, d.row_bytes + 4ull * RowWords(d, params.internode.num_peers).end, false);
-  if (params.rings.slots == 0) return DK_EUNSUPPORTED;  // rdma region under min_rdma_bytes
+  const uint64_t bytes = d.row_bytes + words_bytes(params);
   params.lists = stream_lists(params.state, params.internode);
+  params.rings = row_rings(team->view, params.internode, bytes, kFixedChannels, false);
+  if (params.rings.slots == 0) return DK_EUNSUPPORTED;  // rdma region under min_rdma_bytes
+  InternodeDispatchParams pushing = params;
+  pushing.rings = row_rings(team->view, params.internode, bytes,
+                            channels_for(params.internode, blocks, PushRoles::kSenders), false);
+  pushing.words = word_rings(team->view, params.internode, pushing.rings, words_bytes(params));
   const OnDevice on(team->device);
-  deep_ep::internode::dispatch_with_notify<<<blocks, DispatchRoles::kThreads, 0, stream_of(p->stream)>>>(params);
+  deep_ep::internode::dispatch_with_notify<<<blocks, DispatchRoles::kThreads, team->view.num_ranks * sizeof(RowsThere),
+                                             stream_of(p->stream)>>>(params, pushing);
   return launched(p);
 }
 
@@ -125,7 +130,10 @@ int32_t internode_combine(dk_combine_params *p, const CombineParams &c, int bloc
   if (team->internode->shrink != nullptr) return launch_shrinking(p, c, blocks, team);
   if (p->num_recv_tokens > 0 && p->recv_src_idx == 0) return DK_EINVAL;
   InternodeCombineParams params{c, team->internode->view, {}, {}};
-  params.rings = row_rings(team->view, params.internode, c.row_bytes + 4ull * (1 + c.num_topk), true);
+  const auto rings = [&](int channels) {
+    return row_rings(team->view, params.internode, c.row_bytes + 4ull * (1 + c.num_topk), channels, true);
+  };
+  params.rings = rings(channels_for(params.internode, blocks, CombineRoles::kNodeCollectors));
   if (params.rings.slots == 0)
     return DK_EUNSUPPORTED;  // nvl region under min_nvl_bytes, or rdma region under min_rdma_bytes
   params.lists = stream_lists(static_cast<NormalState *>(team->internode->state), params.internode);
@@ -135,7 +143,10 @@ int32_t internode_combine(dk_combine_params *p, const CombineParams &c, int bloc
   const OnDevice on(team->device);
   const cudaError_t error = opt_in(deep_ep::internode::combine_with_notify, shared);
   if (error != cudaSuccess) return device_failure(p, error);
-  deep_ep::internode::combine_with_notify<<<blocks, CombineRoles::kThreads, shared, stream_of(p->stream)>>>(params);
+  InternodeCombineParams fixed = params;
+  fixed.rings = rings(kFixedChannels);
+  deep_ep::internode::combine_with_notify<<<blocks, CombineRoles::kThreads, shared, stream_of(p->stream)>>>(params,
+                                                                                                            fixed);
   return launched(p);
 }
 

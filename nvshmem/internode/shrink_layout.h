@@ -67,6 +67,7 @@ struct PairRings {
     return static_cast<uint64_t>(static_cast<uint32_t>(row) % places) * stride;
   }
 };
+constexpr int kMaxPlaces = 180;    // of a ring
 constexpr int kPairStreams = 512;  // of a rank toward all others, about: more than warps that serve them
 // places is 0 if a region is too small for a row.
 inline PairRings pair_rings(const TeamView &team, uint64_t row_bytes) {
@@ -77,7 +78,7 @@ inline PairRings pair_rings(const TeamView &team, uint64_t row_bytes) {
   at.in_part = team.nvl_bytes / ranks / 128 * 128;
   at.out_part = team.rdma_bytes / ranks / 128 * 128;
   at.stride = static_cast<uint32_t>(align_up<uint64_t>(row_bytes, 128));
-  at.places = static_cast<uint32_t>(min<uint64_t>(kMaxChannels, min(at.in_part, at.out_part) / at.stride));
+  at.places = static_cast<uint32_t>(min<uint64_t>(kMaxPlaces, min(at.in_part, at.out_part) / at.stride));
   at.channels = static_cast<uint32_t>(min<uint64_t>(at.places, max<uint64_t>(4, kPairStreams / ranks)));
   return at;
 }

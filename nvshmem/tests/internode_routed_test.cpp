@@ -35,7 +35,7 @@ void run_dispatch(World &w, int me, bool cached) {
   d.row_bytes = 2 * w.c.hidden;
   d.meta = meta_shape(d);
   RoutedDispatchParams<kExpand> p{{d, w.ranks[me].internode, {}, {}, w.state(me)}};
-  p.rings = row_rings(w.ranks[me].team, p.internode, d.row_bytes + words_bytes(p), false);
+  p.rings = row_rings(w.ranks[me].team, p.internode, d.row_bytes + words_bytes(p), kFixedChannels, false);
   p.lists = stream_lists(p.state, p.internode);
   deep_ep::internode::dispatch_routed<kExpand>(p);
 }

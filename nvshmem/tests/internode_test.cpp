@@ -10,7 +10,7 @@
 #include "checks.h"
 
 #include "internode/normal/combine.cuh"
-#include "internode/normal/dispatch.cuh"
+#include "internode/normal/dispatch_kernel.cuh"
 #include "internode/normal/notify.cuh"
 
 namespace deep_ep::internode {
@@ -33,6 +33,7 @@ struct Rank {
   std::unique_ptr<Scratch> scratch{new Scratch{}};
   dk_status status{};
   std::vector<uint8_t *> peers;
+  std::vector<uint64_t> segments;
   TeamView team{};
   NodeView internode{};
   int tokens = 0, grid = 1;
@@ -63,6 +64,8 @@ struct World {
       for (int i = me / c.peers * c.peers; i < (me / c.peers + 1) * c.peers; ++i) r.peers[i] = aligned(ranks[i].block);
       TeamView &t = r.team;
       t.peers = r.peers.data();
+      r.segments.assign(static_cast<size_t>(c.ranks()) * DK_MAX_SEGMENTS, 0);
+      t.segments = r.segments.data();
       t.self = aligned(r.block);
       t.scratch = r.scratch.get();
       t.status = &r.status;
@@ -191,9 +194,9 @@ void notify(World &w) {
   }
 }
 
-void dispatch(World &w, bool cached) {
+constexpr int kSegment = 5, kOffset = 96;  // outputs, at their places in segments
+void make_outputs(World &w, bool cached) {
   const Case &c = w.c;
-  for (Rank &r : w.ranks) r.grid = pick(1, 2);
   for (int me = 0; me < c.ranks(); ++me) {
     Rank &r = w.ranks[me];
     const size_t rows = static_cast<size_t>(r.matrix[(c.ranks() - 1) * c.ranks() + me]);
@@ -203,38 +206,58 @@ void dispatch(World &w, bool cached) {
     r.recv_idx.assign(rows * c.topk, 0xee);
     r.recv_idx32.assign(rows * c.topk, 0xee);
     if (!cached) r.src.assign(rows, -9);
+    for (int i = me / c.peers * c.peers; i < (me / c.peers + 1) * c.peers; ++i)
+      w.ranks[i].segments[me * DK_MAX_SEGMENTS + kSegment] = handle_to(r.recv_x.data()) - kOffset;
   }
-  w.launch("dispatch", DispatchRoles::kThreads, [&](int me) {
-    Rank &r = w.ranks[me];
-    dk_dispatch_params a{};
-    a.x = handle_to(r.x.data());
-    a.scales = handle_to(r.scales.data());
-    a.scale_token_stride = c.num_scales;
-    a.scale_stride = 1;
-    a.flags = cached ? DK_DISPATCH_CACHED : 0;
-    a.num_topk = cached ? 0 : c.topk;
-    a.index_bytes = c.index_bytes;
-    a.num_experts = cached ? 0 : c.ranks() * c.local_experts;
-    a.topk_idx = c.index_bytes == 8 ? handle_to(r.idx.data()) : handle_to(r.idx32.data());
-    a.topk_weights = handle_to(r.weights.data());
-    a.rank_prefix_matrix = handle_to(r.matrix.data());
-    a.send_head = handle_to(r.head.data());
-    a.num_tokens = r.tokens;
-    a.num_scales = c.num_scales;
-    a.num_recv_tokens = -1;
-    a.recv_segment = -1;
-    a.recv_x = handle_to(r.recv_x.data());
-    a.recv_scales = handle_to(r.recv_scales.data());
-    a.recv_topk_idx = c.index_bytes == 8 ? handle_to(r.recv_idx.data()) : handle_to(r.recv_idx32.data());
-    a.recv_topk_weights = handle_to(r.recv_weights.data());
-    a.recv_src_idx = cached ? 0 : handle_to(r.src.data());
-    DispatchParams d{a, w.session(me, DK_OP_DISPATCH)};
-    d.row_bytes = 2 * c.hidden;
-    InternodeDispatchParams p{d, r.internode, {}, {}, w.state(me)};
-    p.rings = row_rings(r.team, r.internode, d.row_bytes + 4ull * RowWords(d, c.peers).end, false);
-    p.lists = stream_lists(p.state, r.internode);
-    deep_ep::internode::dispatch_with_notify(p);
-  });
+}
+
+// By every lane of a rank's kernel.
+void run_dispatch(World &w, int me, bool cached, bool placed) {
+  const Case &c = w.c;
+  Rank &r = w.ranks[me];
+  dk_dispatch_params a{};
+  a.x = handle_to(r.x.data());
+  a.scales = handle_to(r.scales.data());
+  a.scale_token_stride = c.num_scales;
+  a.scale_stride = 1;
+  a.flags = cached ? DK_DISPATCH_CACHED : 0;
+  a.num_topk = cached ? 0 : c.topk;
+  a.index_bytes = c.index_bytes;
+  a.num_experts = cached ? 0 : c.ranks() * c.local_experts;
+  a.topk_idx = c.index_bytes == 8 ? handle_to(r.idx.data()) : handle_to(r.idx32.data());
+  a.topk_weights = handle_to(r.weights.data());
+  a.rank_prefix_matrix = handle_to(r.matrix.data());
+  a.send_head = handle_to(r.head.data());
+  a.num_tokens = r.tokens;
+  a.num_scales = c.num_scales;
+  a.num_recv_tokens = -1;
+  a.recv_segment = placed && !r.recv_x.empty() ? kSegment : -1;
+  a.recv_segment_offset = kOffset;
+  a.recv_x = handle_to(r.recv_x.data());
+  a.recv_scales = handle_to(r.recv_scales.data());
+  a.recv_topk_idx = c.index_bytes == 8 ? handle_to(r.recv_idx.data()) : handle_to(r.recv_idx32.data());
+  a.recv_topk_weights = handle_to(r.recv_weights.data());
+  a.recv_src_idx = cached ? 0 : handle_to(r.src.data());
+  DispatchParams d{a, w.session(me, DK_OP_DISPATCH)};
+  d.row_bytes = 2 * c.hidden;
+  InternodeDispatchParams p{d, r.internode, {}, {}, w.state(me)};
+  p.lists = stream_lists(p.state, r.internode);
+  p.rings = row_rings(r.team, r.internode, d.row_bytes + words_bytes(p), kFixedChannels, false);
+  InternodeDispatchParams pushing = p;
+  pushing.rings = row_rings(r.team, r.internode, d.row_bytes + words_bytes(p),
+                            channels_for(r.internode, r.grid, PushRoles::kSenders), false);
+  pushing.words = word_rings(r.team, r.internode, pushing.rings, words_bytes(p));
+  deep_ep::internode::dispatch_with_notify(p, pushing);
+}
+
+enum Places { kStaged, kPlaced, kPlacedBut };  // the last: but for one rank of the team
+
+void dispatch(World &w, bool cached, Places places) {
+  const Case &c = w.c;
+  const int staged = places == kPlacedBut ? pick(0, c.ranks() - 1) : -1;
+  make_outputs(w, cached);
+  w.launch("dispatch", DispatchRoles::kThreads,
+           [&](int me) { run_dispatch(w, me, cached, places != kStaged && me != staged); });
   for (int me = 0; me < c.ranks(); ++me) {
     const Rank &r = w.ranks[me];
     int64_t row = 0;
@@ -287,9 +310,14 @@ void combine(World &w) {
     a.combined_topk_weights = handle_to(r.sums.data());
     const CombineParams k{a, w.session(me, DK_OP_COMBINE), 2u * c.hidden};
     InternodeCombineParams p{k, r.internode, {}, {}};
-    p.rings = row_rings(r.team, r.internode, k.row_bytes + 4ull * (1 + k.num_topk), true);
+    const auto rings = [&](int channels) {
+      return row_rings(r.team, r.internode, k.row_bytes + 4ull * (1 + k.num_topk), channels, true);
+    };
+    p.rings = rings(channels_for(r.internode, r.grid, CombineRoles::kNodeCollectors));
     p.lists = stream_lists(w.state(me), r.internode);
-    deep_ep::internode::combine_with_notify(p);
+    InternodeCombineParams fixed = p;
+    fixed.rings = rings(kFixedChannels);
+    deep_ep::internode::combine_with_notify(p, fixed);
   });
   std::vector<std::vector<double>> want;
   std::vector<std::vector<float>> weights;
@@ -376,6 +404,31 @@ void failures() {
   printf("failures: ok\n");
 }
 
+// A row's number is out of range: the rank that it is for says so and names the row's rank, and nothing is written.
+void wrong_numbers() {
+  for (const bool placed : {false, true})
+    for (const int wrong : {0, 1, 2, 3}) {  // the rank with the row is 0
+      World w(Case{2, 2, 64, 4, 2, 0, 8, 1 << 16, 1 << 16});
+      std::vector<uint8_t *> blocks;
+      for (Rank &r : w.ranks) blocks.push_back(aligned(r.block));
+      emulate::start_network({7, false}, blocks);
+      make_inputs(w, 3);
+      notify(w);
+      w.ranks[0].head[4 + wrong] = 1 << 20;
+      w.timeout_ns = 2000000;
+      ++w.call;
+      make_outputs(w, false);
+      emulate::run(
+          4, [](int) { return 1; }, DispatchRoles::kThreads, [&](int me) { run_dispatch(w, me, false, placed); });
+      emulate::stop_network();
+      const dk_failure &f = w.ranks[wrong].status.failure;
+      check(f.code == DK_EINVAL && f.peer == 0 && f.field == DK_FIELD_SEND_HEAD, "failure of a wrong number", wrong,
+            placed, f.code, f.peer);
+      check(f.expected == 2 && f.seen == 1 << 20, "a wrong number", wrong, placed, f.expected, f.seen);
+    }
+  printf("wrong numbers: ok\n");
+}
+
 // Rows of neighbouring places of a ring cross in one put, and so do sums on the way back.
 void pieces() {
   const uint64_t row = align_up<uint64_t>(2 * 256 + 4 * (1 + 1 + 2 * 2), 128);
@@ -386,7 +439,7 @@ void pieces() {
   make_inputs(w, 64);
   notify(w);
   emulate::puts_since(0);
-  dispatch(w, false);
+  dispatch(w, false, kStaged);
   const size_t sent = emulate::puts_since(2 * 256);
   combine(w);
   const size_t returned = emulate::puts_since(2 * 256);
@@ -410,11 +463,34 @@ Case random_case() {
 
 }  // namespace
 
+// Ranks with one block and with two, which would have different numbers of channels, and room for both.
+void different_blocks() {
+  World w(Case{2, 2, 64, 2, 2, 0, 8, 1 << 22, 1 << 23});
+  const int few = channels_for(w.ranks[0].internode, 1, PushRoles::kSenders),
+            many = channels_for(w.ranks[0].internode, 2, PushRoles::kSenders);
+  check(few != many && few > 1 && many <= kMaxChannels, "channels of one block and of two", -1, 0, few, many);
+  std::vector<uint8_t *> blocks;
+  for (Rank &r : w.ranks) blocks.push_back(aligned(r.block));
+  emulate::start_network({5, false}, blocks);
+  for (const int alike : {0, 1, 2}) {
+    make_inputs(w, 40);
+    notify(w);
+    for (size_t r = 0; r < w.ranks.size(); ++r) w.ranks[r].grid = alike != 0 ? alike : 1 + static_cast<int>(r % 2);
+    dispatch(w, false, kPlaced);
+    combine(w);
+    dispatch(w, true, kPlaced);
+  }
+  emulate::stop_network();
+  printf("different blocks: ok\n");
+}
+
 int main(int argc, char **argv) {
   const uint64_t seed = argc > 1 ? strtoull(argv[1], nullptr, 10) : 1;
   const int cases = argc > 2 ? atoi(argv[2]) : 4;
   failures();
+  wrong_numbers();
   pieces();
+  different_blocks();
   for (int i = 0; i < cases; ++i) {
     random_number.seed(seed + static_cast<uint64_t>(i));
     World w(random_case());
@@ -425,9 +501,12 @@ int main(int argc, char **argv) {
     for (int round = 0; round < 2; ++round) {
       make_inputs(w);
       notify(w);
-      dispatch(w, false);
+      const auto places = static_cast<Places>(pick(0, 2));
+      const int alike = pick(0, 2);  // 0: ranks may have different numbers of blocks
+      for (Rank &r : w.ranks) r.grid = alike != 0 ? alike : pick(1, 2);
+      dispatch(w, false, places);
       combine(w);
-      dispatch(w, true);
+      dispatch(w, true, places);
       barrier(w);
     }
     emulate::stop_network();

@@ -204,6 +204,13 @@ template <class T>
 T __reduce_max_sync(unsigned mask, T value) {
   return emulated_best(mask, value, "reduce_max", [](T a, T b) { return b < a; });
 }
+inline int __reduce_add_sync(unsigned mask, int value) {
+  const uint64_t *all = emulate::meet(mask, emulate::bits(value), "reduce_add");
+  int sum = 0;
+  for (int i = 0; i < 32; ++i)
+    if ((mask >> i & 1) != 0) sum += emulate::from_bits<int>(all[i]);
+  return sum;
+}
 inline unsigned __reduce_or_sync(unsigned mask, unsigned value) {
   const uint64_t *all = emulate::meet(mask, emulate::bits(value), "reduce_or");
   for (int i = 0; i < 32; ++i)

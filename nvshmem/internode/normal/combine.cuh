@@ -33,10 +33,6 @@ __device__ inline uint32_t *row_words(const InternodeCombineParams &p, uint8_t *
 __device__ inline int token_of(const InternodeCombineParams &p, const uint8_t *row) {
   return static_cast<int>(ptx::ld_relaxed_sys(reinterpret_cast<const uint32_t *>(row + p.c.row_bytes)));
 }
-// Of ControlOffsets::pushed and taken.
-__device__ inline int64_t push_index(const NodeView &internode, int index, int node, int channel) {
-  return (static_cast<int64_t>(index) * internode.num_nodes + node) * kMaxChannels + channel;
-}
 // A reader posts credits for half a ring at a time.
 __device__ inline bool posts_credit(uint32_t rows, uint32_t slots) { return rows % max(1u, slots / 2) == 0; }
 
@@ -295,9 +291,8 @@ __device__ inline Outcome serve_node_sum(const InternodeCombineParams &p, uint64
   const uint32_t credit = read_count(word_at(team.self, p.internode.at.credits, node * kMaxChannels + channel), epoch);
   const uint32_t before = state->count, slots = p.rings.slots;
   // A piece: sums in neighbouring places of the ring.
-  const uint32_t end = credit == kAllRows
-                           ? before
-                           : before + min(min(p.rings.piece(), slots - before % slots), slots - (before - credit));
+  const uint32_t end =
+      credit == kAllRows ? before : before + min(min(p.rings.piece, slots - before % slots), slots - (before - credit));
   uint32_t sent = before;
   // It waits for room or for the last credit, unless next_token_of_node() says otherwise.
   blocked = {p.internode.partner(node), static_cast<int64_t>(sent) + 1, credit};
@@ -552,19 +547,24 @@ using namespace deepep;
 using namespace deepep::internode;
 
 __global__ void __launch_bounds__(CombineRoles::kThreads, 1)
-    combine_with_notify(const __grid_constant__ InternodeCombineParams p) {
+    combine_with_notify(const __grid_constant__ InternodeCombineParams p,
+                        const __grid_constant__ InternodeCombineParams fixed) {  // where ranks do not agree
   extern __shared__ __align__(16) uint8_t shared[];
   const Session &s = p.c.session;
   const uint64_t epoch = ptx::ld_relaxed_gpu(&s.team.scratch->epoch) + 1;
   begin_timeline();
   if (begin(s)) {
-    const Handshake hand =
+    Handshake hand =
         combine_handshake(p.c, epoch, load_matrix_entry(p.c.rank_prefix_matrix(), s.team.num_ranks, threadIdx.x));
+    add_channels(hand, p.rings.channels);
     if (blockIdx.x == 0) post_messages(s, p.internode, hand);
     if (blockIdx.x == gridDim.x - 1) publish_newest_by_last_warp(s.team);
     if (await_messages(s, p.internode, hand)) {
       if (blockIdx.x == 0) count_pushed_bytes(p);
-      run_combine_roles(p, epoch, reinterpret_cast<const uint8_t **>(shared));
+      if (__syncthreads_and(agree_on_channels(s, p.internode, epoch, p.rings.channels)) != 0)
+        run_combine_roles(p, epoch, reinterpret_cast<const uint8_t **>(shared));
+      else
+        run_combine_roles(fixed, epoch, reinterpret_cast<const uint8_t **>(shared));
     }
   }
   end_timeline(1);

@@ -95,6 +95,11 @@ __device__ inline uint64_t *word_at(uint8_t *block, uint64_t offset, int64_t ind
   return reinterpret_cast<uint64_t *>(block + offset) + index;
 }
 
+// Of ControlOffsets::pushed and taken.
+__device__ inline int64_t push_index(const NodeView &internode, int index, int node, int channel) {
+  return (static_cast<int64_t>(index) * internode.num_nodes + node) * kMaxChannels + channel;
+}
+
 // ---- Messages from every rank to every rank -------------------------------------------------------------------------
 
 struct Message {
@@ -157,6 +162,20 @@ __device__ inline bool await_messages(const Session &s, const NodeView &internod
                          &message_from(s, internode, hand.epoch, r)->handshake) &&
            !is_refused(s, hand, r, &message_from(s, internode, hand.epoch, r)->handshake);
   return __syncthreads_or(!good) == 0;
+}
+
+// Beside segment_offset: how many channels a rank's rings have.
+constexpr int kChannelsAt = 48;
+__device__ inline void add_channels(Handshake &hand, uint32_t channels) {
+  hand.mine.segment_offset |= static_cast<uint64_t>(channels) << kChannelsAt;
+}
+// By all ranks' messages. A thread's share; the block sees alike.
+__device__ inline bool agree_on_channels(const Session &s, const NodeView &internode, uint64_t epoch,
+                                         uint32_t channels) {
+  bool agree = true;
+  for (int r = threadIdx.x; r < s.team.num_ranks; r += blockDim.x)
+    agree &= message_from(s, internode, epoch, r)->handshake.segment_offset >> kChannelsAt == channels;
+  return agree;
 }
 
 // ---- Streams --------------------------------------------------------------------------------------------------------

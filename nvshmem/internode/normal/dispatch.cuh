@@ -16,6 +16,7 @@ struct InternodeDispatchParams {
   RowRings rings;
   StreamLists lists;
   NormalState *state;
+  WordRings words{};
 };
 
 struct DispatchRoles {
@@ -97,6 +98,28 @@ __device__ inline bool has_extras(const DispatchParams &d, int first) {
   return first < d.num_topk || 2 * first < d.num_scales;
 }
 
+// An expert that is none counts as -1.
+__device__ inline void check_expert(const DispatchParams &d, RowExtras &extras) {
+  if (extras.expert >= -1 && extras.expert < d.num_experts) return;
+  report_refusal(d.session, kNoted, DK_EINVAL, d.session.team.rank, DK_FIELD_TOPK_IDX, d.num_experts, extras.expert);
+  extras.expert = -1;
+}
+
+// Stores extras among a row's words.
+__device__ inline void store_words(const DispatchParams &d, const RowWords &at, uint32_t *words,
+                                   const RowExtras &extras, int first) {
+  const int k = first + lane_id();
+  if (k < d.num_topk) {
+    words[at.weights + k] = extras.weight;
+    words[at.experts + k] = static_cast<uint32_t>(extras.expert);
+  }
+#pragma unroll
+  for (int u = 0; u < 2; ++u) {
+    const int i = 2 * first + u * kWarp + lane_id();
+    if (i < d.num_scales) words[at.scales + i] = extras.scales[u];
+  }
+}
+
 // Copies a token's row into a ring's place for the node, or to row `own` of this rank's outputs, or both (null and -1:
 // not there).
 __device__ inline void send_row(const InternodeDispatchParams &p, int node, int token, uint8_t *place, int64_t own) {
@@ -119,27 +142,14 @@ __device__ inline void send_row(const InternodeDispatchParams &p, int node, int 
 #pragma unroll 1
   for (int first = 0; first == 0 || has_extras(d, first); first += kWarp) {
     if (first != 0) extras = load_extras(d, token, first);
-    if (extras.expert < -1 || extras.expert >= d.num_experts) {  // it counts as -1
-      report_refusal(d.session, kNoted, DK_EINVAL, d.session.team.rank, DK_FIELD_TOPK_IDX, d.num_experts,
-                     extras.expert);
-      extras.expert = -1;
-    }
-    const int k = first + lane_id();
-    if (place != nullptr && k < d.num_topk) {
-      words[at.weights + k] = extras.weight;
-      words[at.experts + k] = static_cast<uint32_t>(extras.expert);
-    }
-#pragma unroll
-    for (int u = 0; u < 2; ++u) {
-      const int i = 2 * first + u * kWarp + lane_id();
-      if (place != nullptr && i < d.num_scales) words[at.scales + i] = extras.scales[u];
-    }
+    check_expert(d, extras);
+    if (place != nullptr) store_words(d, at, words, extras, first);
     if (own >= 0) store_extras(d, own, extras, first);
   }
 }
 
 // What crosses after a row's payload. Parameters of another kind have a send_row(), a take_row() and this of their own.
-__device__ inline uint32_t words_bytes(const InternodeDispatchParams &p) {
+__host__ __device__ inline uint32_t words_bytes(const InternodeDispatchParams &p) {
   return 4u * RowWords(p.d, p.internode.num_peers).end;
 }
 
@@ -154,8 +164,8 @@ template <class Params>
 __device__ inline SentRows send_piece(const Params &p, uint64_t epoch, int node, int channel, SentRows from,
                                       uint32_t credit) {
   const TeamView &team = p.d.session.team;
-  const uint32_t slots = p.rings.slots, end = from.count + min(min(p.rings.piece(), slots - from.count % slots),
-                                                               slots - (from.count - credit));
+  const uint32_t slots = p.rings.slots,
+                 end = from.count + min(min(p.rings.piece, slots - from.count % slots), slots - (from.count - credit));
   const int step = static_cast<int>(p.rings.channels);
   SentRows now = from;
   while (now.count < end && now.token < p.d.num_tokens) {
@@ -192,10 +202,10 @@ __device__ inline SentRows send_near(const Params &p, uint64_t epoch, int channe
   SentRows now = from;
   uint32_t rows = 0, taken = 0;
   bool full = false;
-  while (!full && rows < p.rings.piece() && now.token < p.d.num_tokens) {
+  while (!full && rows < p.rings.piece && now.token < p.d.num_tokens) {
     const int first = now.token;
     uint32_t found = next_tokens_for(p, node, first);
-    for (; found != 0 && rows < p.rings.piece(); found &= found - 1) {
+    for (; found != 0 && rows < p.rings.piece; found &= found - 1) {
       const int token = first + (__ffs(static_cast<int>(found)) - 1) * step;
       const int32_t *heads = p.d.send_head() + static_cast<int64_t>(token) * team.num_ranks;
       bool others = false;
@@ -349,13 +359,14 @@ __device__ inline RowExtras load_arrived_extras(const DispatchParams &d, const R
   return extras;
 }
 
-__device__ inline void take_row(const InternodeDispatchParams &p, const uint8_t *from, int64_t row) {
+// Stores what belongs to row `row` besides its payload, which copy() moves meanwhile.
+template <class Copy>
+__device__ inline void take_words(const InternodeDispatchParams &p, const uint32_t *words, int64_t row, Copy copy) {
   const DispatchParams &d = p.d;
   const RowWords at(d, p.internode.num_peers);
-  const auto *words = reinterpret_cast<const uint32_t *>(from + d.row_bytes);
   const auto token = static_cast<int32_t>(ptx::ld_relaxed_sys(words));
   RowExtras extras = load_arrived_extras(d, at, words, 0);
-  copy_payload(d.recv_x() + row * d.row_bytes, nullptr, from, d.row_bytes);
+  copy();
   if (lane_id() == 0 && d.recv_src_idx() != nullptr) d.recv_src_idx()[row] = token;
 #pragma unroll 1
   for (int first = 0; first == 0 || has_extras(d, first); first += kWarp) {
@@ -363,21 +374,22 @@ __device__ inline void take_row(const InternodeDispatchParams &p, const uint8_t 
     store_extras(d, row, extras, first);
   }
 }
+__device__ inline void take_row(const InternodeDispatchParams &p, const uint8_t *from, int64_t row) {
+  const DispatchParams &d = p.d;
+  take_words(p, reinterpret_cast<const uint32_t *>(from + d.row_bytes), row,
+             [&] { copy_payload(d.recv_x() + row * d.row_bytes, nullptr, from, d.row_bytes); });
+}
 
-// Copies those of rows [first, first + rows) of a ring that are for this rank to their places. Returns how many; -1: a
-// row's number is out of range.
-template <class Params>
-__device__ inline int take_rows(const Params &p, const uint8_t *block, int source, int channel, uint32_t first,
-                                uint32_t rows) {
+// Takes those of a ring's next rows that are for this rank: take(i, row) has row i, which becomes `row` of the outputs.
+// words_of(i): its words. Returns how many they are; -1: a row's number is out of range.
+template <class Params, class WordsOf, class Take>
+__device__ inline int take_rows(const Params &p, int source, uint32_t rows, WordsOf words_of, Take take) {
   const TeamView &team = p.d.session.team;
-  const int node = p.internode.node_of(source), expected = rows_between(p.d, source, team.rank);
+  const int expected = rows_between(p.d, source, team.rank);
   const int64_t before = rows_before(p.d.rank_prefix_matrix(), team.num_ranks, source, team.rank);
-  int number = -1;
-  if (static_cast<uint32_t>(lane_id()) < rows) {
-    const uint8_t *row = block + p.rings.in(node, channel, first + lane_id());
-    number = static_cast<int>(
-        ptx::ld_relaxed_sys(reinterpret_cast<const uint32_t *>(row + p.d.row_bytes) + 1 + p.internode.index));
-  }
+  const auto mine_at = static_cast<uint32_t>(lane_id());
+  const int number =
+      mine_at < rows ? static_cast<int>(ptx::ld_relaxed_sys(words_of(mine_at) + 1 + p.internode.index)) : -1;
   if (__any_sync(kAllLanes, number >= expected)) {
     const int wrong = __reduce_max_sync(kAllLanes, number);
     if (lane_id() == 0) report_failure(p.d.session, DK_EINVAL, source, DK_FIELD_SEND_HEAD, expected - 1, wrong, 0);
@@ -387,7 +399,7 @@ __device__ inline int take_rows(const Params &p, const uint8_t *block, int sourc
   const uint32_t mine = __ballot_sync(kAllLanes, number >= 0);
   for (uint32_t left = mine; left != 0; left &= left - 1) {
     const int lane = __ffs(static_cast<int>(left)) - 1;
-    take_row(p, block + p.rings.in(node, channel, first + lane), before + __shfl_sync(kAllLanes, number, lane));
+    take(static_cast<uint32_t>(lane), before + __shfl_sync(kAllLanes, number, lane));
   }
   return __popc(mine);
 }
@@ -445,7 +457,10 @@ __device__ inline Outcome serve_reader(const Params &p, uint64_t epoch, int stre
   const uint32_t rows = so_far < expected ? min<uint32_t>(here - read, kRowsRead) : 0;
   if (rows > 0) {
     const InPhase phase(kPhaseCopy);
-    const int mine = take_rows(p, block, source, channel, read, rows);
+    const auto place = [&](uint32_t i) { return block + p.rings.in(node, channel, read + i); };
+    const int mine = take_rows(
+        p, source, rows, [&](uint32_t i) { return reinterpret_cast<const uint32_t *>(place(i) + p.d.row_bytes); },
+        [&](uint32_t i, int64_t row) { take_row(p, place(i), row); });
     if (mine < 0) return kBlocked;
     if (lane_id() == 0) so_far = mine + (mine > 0 ? atomicAdd(taken, static_cast<uint32_t>(mine)) : so_far);
     so_far = __shfl_sync(kAllLanes, so_far, 0);
@@ -537,37 +552,3 @@ __device__ inline void run_dispatch_roles(const InternodeDispatchParams &p, uint
 }
 
 }  // namespace deepep::internode
-
-namespace deep_ep::internode {  // V1's names: tools find kernels in traces by them
-using namespace deepep;
-using namespace deepep::internode;
-
-__global__ void __launch_bounds__(DispatchRoles::kThreads, 1)
-    dispatch_with_notify(const __grid_constant__ InternodeDispatchParams p) {
-  const Session &s = p.d.session;
-  const uint64_t epoch = ptx::ld_relaxed_gpu(&s.team.scratch->epoch) + 1;
-  begin_timeline();
-  if (begin(s)) {
-    const Handshake hand =
-        dispatch_handshake(p.d, epoch, load_matrix_entry(p.d.rank_prefix_matrix(), s.team.num_ranks, threadIdx.x),
-                           load_wrong_counts(p.d));  // with `segment`, which kernels across nodes do not use
-    if (blockIdx.x == 0) post_messages(s, p.internode, hand);
-    if (blockIdx.x == gridDim.x - 1) publish_newest_by_last_warp(s.team);
-    if (await_messages(s, p.internode, hand) && has_room_everywhere(p, epoch)) {
-      if (blockIdx.x == 0) count_bytes_in_node(p);
-      run_dispatch_roles(p, epoch);
-    }
-  }
-  end_timeline(0);
-  finish(s, [&](bool failed) {
-    if (failed) clear_dispatch_outputs(p.d);
-    for (int r = threadIdx.x; r < s.team.num_ranks; r += blockDim.x) p.state->rows_taken[epoch % 2][r] = 0;
-    if (threadIdx.x == 0) {
-      s.team.scratch->epoch = epoch;
-      clear_wrong_counts(p.d);
-    }
-    record_kernel(s, nullptr, true, failed);
-  });
-}
-
-}  // namespace deep_ep::internode

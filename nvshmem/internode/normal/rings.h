@@ -1,8 +1,9 @@
 // rings.h - libdeepep_nvshmem.so, normal mode across nodes: rings of rows, and what is kept in device memory. Host and
 // device.
 //
-// A rank sends its rows for a node once, to its partner there: into a ring in the partner's block, which all ranks of
-// that node read. Rows for its own node go through such a ring in its own block. In combine a rank pushes its rows to
+// A rank sends its rows for a node once, to its partner there: into a ring in the partner's block. The partner pushes
+// them to their places in its node, or all ranks of that node read the ring; then rows for a rank's own node go through
+// such a ring in its own block. In combine a rank pushes its rows to
 // the rank of its node that has the same index as the token's rank (the collector); that one sums the node's rows and
 // sends the sum to the token's rank. Tokens belong to channels: token % channels. The rows of a pair of ranks and a
 // channel are a stream, which keeps its order.
@@ -20,12 +21,15 @@ struct RowStream {
 
 // Device memory of one team, zeroed once. The arrays of StreamLists follow it.
 struct NormalState {
-  uint32_t rows_taken[2][DK_MAX_RANKS];  // dispatch: rows received from each rank, by parity of the epoch
+  // Dispatch, by parity of the epoch: rows received from each rank; of a partner whose rows this rank pushes on, all
+  // that are in their places.
+  uint32_t rows_taken[2][DK_MAX_RANKS];
 };
 struct StreamLists {
   RowStream *to_nodes, *from_nodes, *by_rank;  // [N * C], [N * C], [R * C]
   RowStream *tokens;                           // [C]: combine's sums of this rank's tokens
   uint32_t *node_rows_taken;                   // [R * C]: combine: rows that sums for other nodes took of each ring
+  uint32_t *words_pushed;                      // [R * C]: dispatch, there: rows whose words are in each ring
   uint32_t *token_rows_taken;                  // [C * (P + N)]: combine: likewise sums of this rank's tokens
 };
 struct StreamListSizes {
@@ -43,21 +47,20 @@ __host__ __device__ inline StreamLists stream_lists(NormalState *state, const No
   at.from_nodes = at.to_nodes + size.nodes;
   at.by_rank = at.from_nodes + size.nodes;
   at.tokens = at.by_rank + size.ranks;
-  at.node_rows_taken = reinterpret_cast<uint32_t *>(at.tokens + kMaxChannels);
+  at.node_rows_taken = at.words_pushed = reinterpret_cast<uint32_t *>(at.tokens + kMaxChannels);
   at.token_rows_taken = at.node_rows_taken + size.ranks;
   return at;
 }
 
 // The rdma region: a ring of received rows for each node and channel, then as many rings of staged rows. In combine the
 // nvl region has a ring for each rank of this node, each node and channel.
-constexpr uint32_t kMaxSlots = 64;                              // of a ring
-constexpr uint32_t kPieceBytes = 48 * 1024, kMaxPieceRows = 8;  // of a put
+constexpr uint32_t kMaxSlots = 64;  // of a ring
+// Of a put: enough to pay for its fences, no more than a warp stages while others send.
+constexpr uint32_t kPieceBytes = 48 * 1024, kLeastPieceBytes = 36 * 1024, kMaxPieceRows = 8;
 struct RowRings {
   uint64_t rdma, half, nvl;  // of received rows and of the nvl region, from the start of the block; to staged rows
-  uint32_t stride, channels, slots, local_slots, num_nodes, reserved;
+  uint32_t stride, channels, slots, local_slots, num_nodes, piece;  // piece: rows of a put
 
-  // Rows of a put: enough to pay for its fences, no more than a warp stages while others send.
-  __host__ __device__ uint32_t piece() const { return min(kMaxPieceRows, kPieceBytes / stride + 1); }
   __host__ __device__ uint64_t in(int node, int channel, uint32_t row) const {
     return rdma + ((static_cast<uint64_t>(node) * channels + channel) * slots + row % slots) * stride;
   }
@@ -68,8 +71,39 @@ struct RowRings {
     return nvl + (ring * local_slots + row % local_slots) * stride;
   }
 };
-// local: of a combine, with rings in the nvl region. slots is 0 if a region is too small for a row.
-inline RowRings row_rings(const TeamView &team, const NodeView &internode, uint64_t row_bytes, bool local) {
+// Of a dispatch that pushes rows to their places: the nvl region has a ring of their words, which a row's ring has
+// after its payload, for each rank of this node that pushes, each node and channel.
+struct WordRings {
+  uint64_t nvl;                                 // from the start of the block
+  uint32_t stride, slots, channels, num_nodes;  // slots 0: no room, rows are not pushed
+
+  __host__ __device__ uint64_t at(int index, int node, int channel, uint32_t row) const {
+    const uint64_t ring = (static_cast<uint64_t>(index) * num_nodes + node) * channels + channel;
+    return nvl + (ring * slots + row % slots) * stride;
+  }
+};
+inline WordRings word_rings(const TeamView &team, const NodeView &internode, const RowRings &rows, uint32_t bytes) {
+  WordRings at{team.nvl, align_up(bytes, 16u), 0, rows.channels, rows.num_nodes};
+  if (internode.num_peers <= kWarp)  // a lane looks after a rank
+    at.slots =
+        static_cast<uint32_t>(min<uint64_t>(kMaxSlots, team.nvl_bytes / team.num_ranks / rows.channels / at.stride));
+  return at;
+}
+inline uint32_t piece_rows(uint32_t bytes, uint32_t stride) { return min(kMaxPieceRows, bytes / stride + 1); }
+inline uint32_t piece_of(const RowRings &at) {  // two fit into a ring
+  return min(piece_rows(kPieceBytes, at.stride), max(1u, at.slots / 2));
+}
+// Channels of a call with so many blocks, of which each has `senders` warps: these send a stream each, or two or three,
+// where nodes are many and channels would be few.
+inline int channels_for(const NodeView &internode, int blocks, int senders) {
+  constexpr int kFewest = 60;
+  const int warps = blocks * senders, others = max(1, internode.num_nodes - 1),
+            streams = (kFewest * others + warps - 1) / warps;
+  return min(kMaxChannels, warps * streams / others);
+}
+// At most `most` channels. local: of a combine, with rings in the nvl region. slots is 0 if a region is too small for a
+// row.
+inline RowRings row_rings(const TeamView &team, const NodeView &internode, uint64_t row_bytes, int most, bool local) {
   RowRings at{};
   at.num_nodes = internode.num_nodes;
   at.rdma = team.rdma;
@@ -80,10 +114,11 @@ inline RowRings row_rings(const TeamView &team, const NodeView &internode, uint6
                  nvl_rows = local ? team.nvl_bytes / team.num_ranks / at.stride : rdma_rows;
   const uint64_t fit = min(rdma_rows, nvl_rows);
   // A ring has room for two pieces, one on its way while the other is read, or there are fewer channels.
-  const uint64_t most = local ? kMaxChannels : kDispatchChannels;
-  at.channels = static_cast<uint32_t>(max<uint64_t>(1, min<uint64_t>(most, fit / (2 * at.piece()))));
+  const uint32_t least = 2 * piece_rows(kLeastPieceBytes, at.stride);
+  at.channels = static_cast<uint32_t>(max<uint64_t>(1, min<uint64_t>(most, fit / least)));
   at.slots = static_cast<uint32_t>(min<uint64_t>(kMaxSlots, rdma_rows / at.channels));
-  if (at.slots > at.piece()) at.slots -= at.slots % at.piece();  // or a piece ends where the ring does
+  at.piece = piece_of(at);
+  if (at.slots > at.piece) at.slots -= at.slots % at.piece;  // or a piece ends where the ring does
   at.local_slots = static_cast<uint32_t>(min<uint64_t>(kMaxSlots, nvl_rows / at.channels));
   if (fit == 0) at.slots = 0;
   return at;

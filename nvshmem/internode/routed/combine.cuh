@@ -40,15 +40,17 @@ __device__ inline int load_word(const int32_t *word) {
   return static_cast<int>(ptx::ld_relaxed_sys(reinterpret_cast<const uint32_t *>(word)));
 }
 
+constexpr int kRoutedChannels = 180;  // as many as 20 SMs have warps that send them
 // All records of a token lie in the ring of its node together; a ring has room for twice as many, or there are fewer
 // channels. slots is 0 if a region is too small.
 inline RowRings record_rings(const TeamView &team, const NodeView &internode, uint64_t record_bytes, uint32_t most) {
-  RowRings at = row_rings(team, internode, record_bytes, true);
+  RowRings at = row_rings(team, internode, record_bytes, kRoutedChannels, true);
   if (at.slots == 0 || most <= 1) return at;
   const uint64_t rows = at.half / internode.num_nodes / at.stride, local = team.nvl_bytes / team.num_ranks / at.stride;
   at.channels = static_cast<uint32_t>(max<uint64_t>(1, min<uint64_t>(at.channels, rows / (2 * most))));
   at.slots = static_cast<uint32_t>(min<uint64_t>(kMaxSlots, rows / at.channels));
-  if (at.slots > at.piece() && at.slots - at.slots % at.piece() >= most) at.slots -= at.slots % at.piece();
+  at.piece = piece_of(at);
+  if (at.slots > at.piece && at.slots - at.slots % at.piece >= most) at.slots -= at.slots % at.piece;
   at.local_slots = static_cast<uint32_t>(min<uint64_t>(kMaxSlots, local / at.channels));
   if (at.slots < most) at.slots = 0;
   return at;
@@ -359,9 +361,8 @@ __device__ inline Outcome serve_records(const RoutedCombineParams &p, uint64_t e
       p.lists.node_rows_taken + (static_cast<int64_t>(node) * kMaxChannels + channel) * p.internode.num_peers;
   const uint32_t credit = read_count(word_at(team.self, p.internode.at.credits, node * kMaxChannels + channel), epoch);
   const uint32_t before = state->count, slots = p.rings.slots;
-  const uint32_t end = credit == kAllRows
-                           ? before
-                           : before + min(min(p.rings.piece(), slots - before % slots), slots - (before - credit));
+  const uint32_t end =
+      credit == kAllRows ? before : before + min(min(p.rings.piece, slots - before % slots), slots - (before - credit));
   uint32_t sent = before, last_bytes = 0;
   // It waits for room or for the last credit, unless next_record_token() says otherwise.
   blocked = {p.internode.partner(node), static_cast<int64_t>(sent) + 1, credit};

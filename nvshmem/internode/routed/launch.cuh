@@ -25,7 +25,7 @@ int32_t launch_dispatch(dk_dispatch_params *p, const DispatchParams &d, int bloc
   RoutedDispatchParams<kExpand> params{{d, team->internode->view, {}, {}, nullptr}};
   params.state = static_cast<NormalState *>(team->internode->state);
   params.d.meta = meta_shape(d);
-  params.rings = row_rings(team->view, params.internode, d.row_bytes + words_bytes(params), false);
+  params.rings = row_rings(team->view, params.internode, d.row_bytes + words_bytes(params), kFixedChannels, false);
   if (params.rings.slots == 0) return DK_EUNSUPPORTED;  // rdma region under min_rdma_bytes
   params.lists = stream_lists(params.state, params.internode);
   const OnDevice on(team->device);

@@ -1,0 +1,44 @@
+// dispatch_kernel.cuh - libdeepep_nvshmem.so: the kernel of dispatch between nodes. Ranks push rows to their places, or
+// read them out of rings; `pushing` has the rings of the first way.
+#pragma once
+#include "internode/normal/push_rows.cuh"
+
+namespace deep_ep::internode {  // V1's names: tools find kernels in traces by them
+using namespace deepep;
+using namespace deepep::internode;
+
+__global__ void __launch_bounds__(DispatchRoles::kThreads, 1)
+    dispatch_with_notify(const __grid_constant__ InternodeDispatchParams p,
+                         const __grid_constant__ InternodeDispatchParams pushing) {
+  extern __shared__ __align__(16) uint8_t shared[];
+  auto *there = reinterpret_cast<RowsThere *>(shared);  // [R]
+  const Session &s = p.d.session;
+  const uint64_t epoch = ptx::ld_relaxed_gpu(&s.team.scratch->epoch) + 1;
+  begin_timeline();
+  if (begin(s)) {
+    Handshake hand = dispatch_handshake(
+        p.d, epoch, load_matrix_entry(p.d.rank_prefix_matrix(), s.team.num_ranks, threadIdx.x), load_wrong_counts(p.d));
+    add_channels(hand, pushing.rings.channels);
+    if (blockIdx.x == 0) post_messages(s, p.internode, hand);
+    if (blockIdx.x == gridDim.x - 1) publish_newest_by_last_warp(s.team);
+    if (await_messages(s, p.internode, hand) && has_room_everywhere(p, epoch)) {
+      if (blockIdx.x == 0) count_bytes_in_node(p);
+      if (find_places(pushing, epoch, there))
+        run_push_roles(pushing, epoch, there);
+      else
+        run_dispatch_roles(p, epoch);
+    }
+  }
+  end_timeline(0);
+  finish(s, [&](bool failed) {
+    if (failed) clear_dispatch_outputs(p.d);
+    for (int r = threadIdx.x; r < s.team.num_ranks; r += blockDim.x) p.state->rows_taken[epoch % 2][r] = 0;
+    if (threadIdx.x == 0) {
+      s.team.scratch->epoch = epoch;
+      clear_wrong_counts(p.d);
+    }
+    record_kernel(s, nullptr, true, failed);
+  });
+}
+
+}  // namespace deep_ep::internode
