@@ -351,15 +351,18 @@ struct Voter {
     __syncwarp();
   }
 
-  // A rank whose message is here may itself be waiting for another's: it has as long again for its ballot.
+  // A rank whose message is here may itself be waiting for another's: it has as long again for its ballot, also if the
+  // last message comes at the deadline.
   __device__ void run() {
     begin();
+    uint32_t looked = 0;  // `revision` at the last look for a reason to leave; one more poll comes after that
     while (!decided && left_by < 0 && !failed) {
       uint64_t start;
       int missing = -1;
       const uint32_t code = poll_until(
           start, [&] { return poll(missing); },
           [&](uint32_t polls) {
+            looked = revision;
             const uint32_t mine = missing < 0 ? 0 : reason_to_leave(s, missing, start, polls, revision == 0 ? 1 : 2);
             const uint32_t waiting = __ballot_sync(kAllLanes, mine != 0);
             return waiting == 0 ? 0 : __shfl_sync(kAllLanes, mine, __ffs(static_cast<int>(waiting)) - 1);
@@ -367,7 +370,8 @@ struct Voter {
       failed = __any_sync(kAllLanes, has_failed(s)) != 0;
       if (code == 0 || failed) continue;
       if (code == DK_ETIMEOUT || code == DK_EPEERDEAD) {
-        const bool changed = __any_sync(kAllLanes, heard) != 0;  // a moment ago: the others have not answered yet
+        // A moment ago: the others have not answered yet.
+        const bool changed = __any_sync(kAllLanes, heard) != 0 || looked != revision;
         heard = false;
         if (code == DK_EPEERDEAD || !changed) drop(code);
         share_left_by();
