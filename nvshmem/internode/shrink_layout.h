@@ -24,6 +24,7 @@ struct ShrinkOffsets {
   uint64_t ballot_out;  // uint64[2][1 + words]: source of puts of this rank's ballot, by the place of its message
   uint64_t standing_out;  // Standing: source of puts of this rank's
   uint64_t told_back;     // Told[R]: what a rank has been told, as read back from there
+  uint64_t among_rows;    // uint64[R]: of each rank the newest call among whose rows it was for long; that rank writes
   uint64_t end;
   uint32_t ballot_words;
 };
@@ -34,7 +35,8 @@ __host__ __device__ inline ShrinkOffsets shrink_offsets(uint64_t start, uint64_t
   at.ballot_out = at.ballots + align_up<uint64_t>(num_ranks * at.ballot_words * 8, 128);
   at.standing_out = at.ballot_out + align_up<uint64_t>(2 * at.ballot_words * 8, 128);
   at.told_back = at.standing_out + 128;
-  at.end = align_up<uint64_t>(at.told_back + num_ranks * sizeof(Told), 4096);
+  at.among_rows = at.told_back + align_up<uint64_t>(num_ranks * sizeof(Told), 128);
+  at.end = align_up<uint64_t>(at.among_rows + num_ranks * 8, 4096);
   return at;
 }
 
@@ -42,7 +44,8 @@ __host__ __device__ inline ShrinkOffsets shrink_offsets(uint64_t start, uint64_t
 struct ShrinkState {
   uint64_t notices[DK_MAX_RANKS];  // what this rank puts into TeamView::notice of each rank of another node
   Told told[DK_MAX_RANKS];
-  uint64_t left;  // the number of the newest call within which this rank was left out
+  uint64_t left;        // the number of the newest call within which this rank was left out
+  uint64_t among_rows;  // what this rank has written last to ShrinkOffsets::among_rows of the others
 };
 inline uint64_t shrink_state_bytes(uint64_t num_ranks) {
   return sizeof(ShrinkState) + 2 * num_ranks * kMaxChannels * sizeof(RowStream);

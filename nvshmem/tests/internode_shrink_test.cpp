@@ -1,7 +1,7 @@
 // internode_shrink_test.cpp - runs the kernels of normal mode of teams that shrink across nodes on the host
 // (kernels/tests/emulate): a rank that is masked, absent, dies or is late at any moment of any call, and comes back.
 //   internode_shrink_test [SEED [CASES]]
-//   internode_shrink_test told SEED
+//   internode_shrink_test told|stay SEED
 //   internode_shrink_test heads SEED
 //   internode_shrink_test dump FILE SEED NODES PEERS LOST
 // The network delays every put. Sums are compared bit for bit with those of nodes that add their own ranks' rows.
@@ -54,7 +54,8 @@ struct World {
   std::vector<Rank> ranks;
   std::vector<bool> in;  // takes part, by what the test has done
   uint64_t call = 0, control_bytes = 0, timeout_ns = 20000000;
-  int lost = -1;  // may be lost in the running call
+  uint64_t combine_ahead = 0;  // 1: a launch has a dispatch and the combine after it
+  int lost = -1;               // may be lost in the running call
 
   explicit World(const Case &one)
       : c(one), ranks(static_cast<size_t>(one.ranks())), in(static_cast<size_t>(one.ranks()), true) {
@@ -100,7 +101,9 @@ struct World {
     for (Rank &r : ranks) all.push_back(aligned(r.block));
     return all;
   }
-  Session session(int rank, uint32_t op) { return Session{ranks[rank].team, call, timeout_ns, op, DK_PHASE_BOTH}; }
+  Session session(int rank, uint32_t op) {
+    return Session{ranks[rank].team, call + (op == DK_OP_COMBINE ? combine_ahead : 0), timeout_ns, op, DK_PHASE_BOTH};
+  }
 
   // No put goes to a rank that its sender has masked, but that it has. None goes to where low latency receives rows: a
   // rank that was left out may send it late.
@@ -243,7 +246,7 @@ void check_notify(World &w) {
 }
 
 // worst: rows of the output beyond those that come; below 0: none.
-void run_dispatch(World &w, bool cached, int worst = -1, int blocks = 0) {
+void prepare_dispatch(World &w, bool cached, int worst = -1, int blocks = 0) {
   const Case &c = w.c;
   for (int me = 0; me < c.ranks(); ++me) {
     Rank &r = w.ranks[me];
@@ -256,37 +259,42 @@ void run_dispatch(World &w, bool cached, int worst = -1, int blocks = 0) {
     r.recv_idx.assign(rows * c.topk, 0xee);
     if (!cached) r.src.assign(rows, -9);
   }
-  w.launch("dispatch", ShrinkDispatchRoles::kThreads, [&](int me) {
-    Rank &r = w.ranks[me];
-    const int rows = static_cast<int>(r.recv_x.size() / (2 * c.hidden));
-    dk_dispatch_params a{};
-    a.x = handle_to(r.x.data());
-    a.scales = handle_to(r.scales.data());
-    a.scale_token_stride = c.num_scales;
-    a.scale_stride = 1;
-    a.flags = cached ? DK_DISPATCH_CACHED : 0;
-    a.num_topk = cached ? 0 : c.topk;
-    a.index_bytes = 8;
-    a.num_experts = cached ? 0 : c.experts();
-    a.topk_idx = handle_to(r.idx.data());
-    a.topk_weights = handle_to(r.weights.data());
-    a.rank_prefix_matrix = handle_to(r.matrix.data());
-    a.send_head = handle_to(r.head.data());
-    a.num_tokens = r.tokens;
-    a.num_scales = c.num_scales;
-    a.num_worst_tokens = worst < 0 ? 0 : rows;
-    a.num_recv_tokens = worst < 0 ? -1 : rows;
-    a.recv_segment = -1;
-    a.recv_x = handle_to(r.recv_x.data());
-    a.recv_scales = handle_to(r.recv_scales.data());
-    a.recv_topk_idx = handle_to(r.recv_idx.data());
-    a.recv_topk_weights = handle_to(r.recv_weights.data());
-    a.recv_src_idx = cached ? 0 : handle_to(r.src.data());
-    DispatchParams d{a, w.session(me, DK_OP_DISPATCH)};
-    d.row_bytes = 2 * c.hidden;
-    ShrinkDispatchParams p{d, r.internode, r.shrink, pair_rings(r.team, d.row_bytes + 4ull * pair_words(d).end)};
-    deep_ep::internode::dispatch_with_notify_shrinking(p);
-  });
+}
+void dispatch(World &w, int me, bool cached, int worst = -1) {
+  const Case &c = w.c;
+  Rank &r = w.ranks[me];
+  const int rows = static_cast<int>(r.recv_x.size() / (2 * c.hidden));
+  dk_dispatch_params a{};
+  a.x = handle_to(r.x.data());
+  a.scales = handle_to(r.scales.data());
+  a.scale_token_stride = c.num_scales;
+  a.scale_stride = 1;
+  a.flags = cached ? DK_DISPATCH_CACHED : 0;
+  a.num_topk = cached ? 0 : c.topk;
+  a.index_bytes = 8;
+  a.num_experts = cached ? 0 : c.experts();
+  a.topk_idx = handle_to(r.idx.data());
+  a.topk_weights = handle_to(r.weights.data());
+  a.rank_prefix_matrix = handle_to(r.matrix.data());
+  a.send_head = handle_to(r.head.data());
+  a.num_tokens = r.tokens;
+  a.num_scales = c.num_scales;
+  a.num_worst_tokens = worst < 0 ? 0 : rows;
+  a.num_recv_tokens = worst < 0 ? -1 : rows;
+  a.recv_segment = -1;
+  a.recv_x = handle_to(r.recv_x.data());
+  a.recv_scales = handle_to(r.recv_scales.data());
+  a.recv_topk_idx = handle_to(r.recv_idx.data());
+  a.recv_topk_weights = handle_to(r.recv_weights.data());
+  a.recv_src_idx = cached ? 0 : handle_to(r.src.data());
+  DispatchParams d{a, w.session(me, DK_OP_DISPATCH)};
+  d.row_bytes = 2 * c.hidden;
+  ShrinkDispatchParams p{d, r.internode, r.shrink, pair_rings(r.team, d.row_bytes + 4ull * pair_words(d).end)};
+  deep_ep::internode::dispatch_with_notify_shrinking(p);
+}
+void run_dispatch(World &w, bool cached, int worst = -1, int blocks = 0) {
+  prepare_dispatch(w, cached, worst, blocks);
+  w.launch("dispatch", ShrinkDispatchRoles::kThreads, [&](int me) { dispatch(w, me, cached, worst); });
 }
 
 // A row that has not come is zeros and names no expert.
@@ -341,39 +349,48 @@ void check_dispatch(World &w, bool cached, int gone = -1, bool sure = false) {
   }
 }
 
+void prepare_combine(World &w) {
+  const Case &c = w.c;
+  for (int me = 0; me < c.ranks(); ++me) {
+    Rank &r = w.ranks[me];
+    if (!w.in[me] && me != w.lost) continue;
+    r.y.resize(static_cast<size_t>(r.matrix[(c.ranks() - 1) * c.ranks() + me]) * c.hidden);
+    for (uint16_t &v : r.y) v = to_bf16(static_cast<float>(pick(-30000, 30000)) / 777);
+    r.combined.assign(static_cast<size_t>(r.tokens) * c.hidden, 0x1234);
+    r.sums.assign(static_cast<size_t>(r.tokens) * c.topk, -1);
+  }
+}
+void combine(World &w, int me, bool biased) {
+  const Case &c = w.c;
+  Rank &r = w.ranks[me];
+  dk_combine_params a{};
+  a.x = handle_to(r.y.data());
+  a.topk_weights = handle_to(r.recv_weights.data());
+  a.rank_prefix_matrix = handle_to(r.matrix.data());
+  a.send_head = handle_to(r.head.data());
+  a.recv_src_idx = handle_to(r.src.data());
+  if (biased) a.bias[1] = handle_to(r.x.data());
+  a.num_tokens = r.tokens;
+  a.num_recv_tokens = static_cast<int>(r.y.size() / c.hidden);
+  a.hidden = c.hidden;
+  a.num_topk = c.topk;
+  a.combined_x = handle_to(r.combined.data());
+  a.combined_topk_weights = handle_to(r.sums.data());
+  const CombineParams k{a, w.session(me, DK_OP_COMBINE), 2u * c.hidden};
+  ShrinkCombineParams p{k, r.internode, r.shrink, pair_rings(r.team, k.row_bytes + 4ull * k.num_topk)};
+  deep_ep::internode::combine_with_notify_shrinking(p);
+}
 void run_combine(World &w, bool biased) {
   const Case &c = w.c;
+  prepare_combine(w);
   for (int me = 0; me < c.ranks(); ++me) {
     Rank &r = w.ranks[me];
     r.grid = pick(1, 2);
     if (!w.in[me] && me != w.lost) continue;
-    const size_t rows = static_cast<size_t>(r.matrix[(c.ranks() - 1) * c.ranks() + me]);
-    r.y.resize(rows * c.hidden);
-    for (uint16_t &v : r.y) v = to_bf16(static_cast<float>(pick(-30000, 30000)) / 777);
-    r.recv_weights.resize(rows * c.topk);
+    r.recv_weights.resize(r.y.size() / c.hidden * c.topk);
     for (uint32_t &v : r.recv_weights) v = static_cast<uint32_t>(emulate::bits(static_cast<float>(pick(1, 999)) / 7));
-    r.combined.assign(static_cast<size_t>(r.tokens) * c.hidden, 0x1234);
-    r.sums.assign(static_cast<size_t>(r.tokens) * c.topk, -1);
   }
-  w.launch("combine", ShrinkCombineRoles::kThreads, [&](int me) {
-    Rank &r = w.ranks[me];
-    dk_combine_params a{};
-    a.x = handle_to(r.y.data());
-    a.topk_weights = handle_to(r.recv_weights.data());
-    a.rank_prefix_matrix = handle_to(r.matrix.data());
-    a.send_head = handle_to(r.head.data());
-    a.recv_src_idx = handle_to(r.src.data());
-    if (biased) a.bias[1] = handle_to(r.x.data());
-    a.num_tokens = r.tokens;
-    a.num_recv_tokens = static_cast<int>(r.y.size() / c.hidden);
-    a.hidden = c.hidden;
-    a.num_topk = c.topk;
-    a.combined_x = handle_to(r.combined.data());
-    a.combined_topk_weights = handle_to(r.sums.data());
-    const CombineParams k{a, w.session(me, DK_OP_COMBINE), 2u * c.hidden};
-    ShrinkCombineParams p{k, r.internode, r.shrink, pair_rings(r.team, k.row_bytes + 4ull * k.num_topk)};
-    deep_ep::internode::combine_with_notify_shrinking(p);
-  });
+  w.launch("combine", ShrinkCombineRoles::kThreads, [&](int me) { combine(w, me, biased); });
 }
 
 // A sum as nodes form it: terms(rank): a row's value; FP32, a node's sum rounded by round(), this node's rows one by
@@ -535,6 +552,63 @@ void told_late(World &w) {
          late.size());
 }
 
+// A rank's puts to other nodes stay where they are from some moment of a dispatch's rows on, while its kernels run and
+// its stores arrive, as if its process had been stopped. Ranks of other nodes wait for its rows; those of its node have
+// them, and wait for those ranks in the combine that follows. None but the rank itself is left out.
+void puts_stay(World &w) {
+  const int gone = pick(0, w.c.ranks() - 1);
+  make_inputs(w);
+  run_notify(w);
+  prepare_dispatch(w, false, -1, 1);
+  prepare_combine(w);
+  const uint64_t agreed = w.ranks[gone].scratch->agreed;
+  int go = pick(0, 20), held = 0;
+  emulate::hold([&](int from, int, int, const void *, uint64_t) {
+    if (from != gone || w.ranks[gone].scratch->agreed == agreed || --go >= 0) return false;
+    ++held;
+    return true;
+  });
+  std::vector<uint64_t> before;
+  std::vector<int> pauses;  // turns between a rank's two kernels
+  for (const Rank &r : w.ranks) {
+    before.push_back(r.scratch->epoch);
+    pauses.push_back(r.internode.node == w.ranks[gone].internode.node ? 0 : pick(0, 1200));
+  }
+  w.watch([&](int rank) {
+    if (w.ranks[rank].scratch->epoch == before[rank] || pauses[rank] == 0) return emulate::Life::runs;
+    --pauses[rank];
+    return emulate::Life::pauses;
+  });
+  w.timeout_ns = 12000000;
+  w.lost = gone;
+  w.combine_ahead = 1;
+  static_assert(ShrinkDispatchRoles::kThreads == ShrinkCombineRoles::kThreads, "one launch has both");
+  w.launch("dispatch and combine", ShrinkDispatchRoles::kThreads, [&](int me) {
+    dispatch(w, me, false);
+    __syncthreads();  // the combine sees all that the dispatch has written
+    combine(w, me, false);
+  });
+  w.combine_ahead = 0;
+  ++w.call;
+  w.lives_on();
+  check_dispatch(w, false, gone);
+  check_combine(w, false, gone);
+  emulate::hold(nullptr);
+  for (int r = 0; r < w.c.ranks(); ++r) w.in[gone] = w.in[gone] && (r == gone || w.ranks[r].scratch->masked[gone] == 0);
+  (void)w.refusal(gone);
+  barrier(w);
+  w.lost = -1;
+  check_masks(w);
+  w.timeout_ns = 40000000;
+  if (!w.in[gone]) {
+    expect_left_out(w, gone);
+    round_trip(w);
+    take_back(w, gone);
+  }
+  round_trip(w);
+  printf("%d x %d ranks: rank %d's puts stay, %s: ok\n", w.c.nodes, w.c.peers, gone, held != 0 ? "some" : "none");
+}
+
 // The caller of one rank has taken a row from send_head, so that no sum makes room for the next ones. Both ranks end.
 void changed_heads(uint64_t seed) {
   const Case c{2, 1, 64, 1, 1, 0, 8, 512, 512};  // one place for each rank
@@ -558,14 +632,16 @@ void changed_heads(uint64_t seed) {
   printf("changed heads: ok\n");
 }
 
-Case random_case(bool told) {
-  static const int shapes[][2] = {{2, 2}, {4, 1}, {3, 2}, {2, 3}, {3, 1}, {2, 1}};
-  const auto &shape = shapes[pick(0, told ? 4 : 5)];
+// roomy: nodes of several ranks, and a place for each row.
+Case random_case(bool told, bool roomy) {
+  static const int shapes[][2] = {{2, 2}, {4, 1}, {3, 2}, {2, 3}, {3, 1}, {2, 1}},
+                   several[][2] = {{2, 2}, {3, 2}, {2, 3}};
+  const auto &shape = roomy ? several[pick(0, 2)] : shapes[pick(0, told ? 4 : 5)];
   Case c{shape[0], shape[1], 8 * pick(1, 40), pick(1, 4), pick(1, 3), pick(0, 3), 8, 0, 0};
   const uint64_t row = align_up<uint64_t>(2 * c.hidden + 4 * (1 + 2 * c.topk + c.num_scales), 128);
-  const int rows = pick(0, 2);  // of a ring: one; a few; as many as are sent
+  const int rows = roomy ? 2 : pick(0, 2);  // of a ring: one; a few; as many as are sent
   c.nvl = align_up<uint64_t>(c.ranks() * row * (rows == 0 ? 1 : rows == 1 ? 5 : 128) + 8 * pick(0, 7), 128);
-  c.rdma = c.ranks() * row * (rows == 0 ? pick(1, 3) : rows == 1 ? 5 : pick(4, 128)) + 8 * pick(0, 7);
+  c.rdma = c.ranks() * row * (rows == 0 ? pick(1, 3) : rows == 1 ? 5 : roomy ? 128 : pick(4, 128)) + 8 * pick(0, 7);
   return c;
 }
 
@@ -621,17 +697,19 @@ int main(int argc, char **argv) {
     changed_heads(random_number());
     return 0;
   }
-  const bool told = argc == 3 && strcmp(argv[1], "told") == 0;
-  const uint64_t seed = argc > 1 ? strtoull(argv[told ? 2 : 1], nullptr, 10) : 1;
-  const int cases = told ? 1 : argc > 2 ? atoi(argv[2]) : 4;
+  const bool told = argc == 3 && strcmp(argv[1], "told") == 0, stay = argc == 3 && strcmp(argv[1], "stay") == 0;
+  const uint64_t seed = argc > 1 ? strtoull(argv[told || stay ? 2 : 1], nullptr, 10) : 1;
+  const int cases = told || stay ? 1 : argc > 2 ? atoi(argv[2]) : 4;
   for (int i = 0; i < cases; ++i) {
     random_number.seed(seed + static_cast<uint64_t>(i));
-    World w(random_case(told));
+    World w(random_case(told, stay));
     w.timeout_ns = 40000000;
     emulate::start_network({random_number(), !told && toss()}, w.blocks());
     round_trip(w);
     if (told)
       told_late(w);
+    else if (stay)
+      puts_stay(w);
     else if (pick(0, 2) == 0)
       masked_by_caller(w);
     else

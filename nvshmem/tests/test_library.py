@@ -344,6 +344,13 @@ def test_masks_that_a_rank_hears_of_late(seed: int) -> None:
     assert code == 0 and re.search(r"told late by [1-9]\d*: ok", text), text
 
 
+@pytest.mark.parametrize("seed", range(1, 201 if os.environ.get("DEEPEP_TEST_FULL", "0") not in ("", "0") else 13))
+def test_masks_of_ranks_that_wait_for_rows(seed: int) -> None:
+    """A rank whose puts stop among rows is left out, and none of those that wait for its rows meanwhile."""
+    code, text = run(OUT / "internode_shrink_test", "stay", seed)
+    assert code == 0 and text.count(": ok") == 1, text
+
+
 @pytest.mark.parametrize("seed", [1, 2])
 def test_changed_heads_of_masks(seed: int) -> None:
     """A combine whose send_head lacks a row ends on all ranks."""

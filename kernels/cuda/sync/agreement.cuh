@@ -82,6 +82,7 @@ __device__ __noinline__ inline void post_to_members(const Session &s, const Hand
 // ---- By one warp ----------------------------------------------------------------------------------------------------
 
 constexpr uint64_t kDecided = 1, kRevision = 2, kNumber = 1 << 16;  // parts of Ballot::version
+constexpr int kForLostRows = 3;  // time limits that a rank waits at most for a lost one among rows, across nodes
 
 // How ranks read and write what they agree by. Inside a node: by stores. Kernels across nodes have a Post of their own
 // (nvshmem/internode/normal/shrink.cuh). What a whole warp does, it does for each lane's rank r if that is `wanted`.
@@ -116,6 +117,10 @@ struct MappedPost {
     return ptx::ld_relaxed_sys(&s.team.ballot(s.team.rank, r)->ranks[w]);
   }
 
+  // Whether the peer has said that it is among the rows of that call. Inside a node a lost rank's rows come to all
+  // ranks or to none, so they end a call together.
+  __device__ static constexpr bool is_among_rows(int, uint64_t) { return false; }
+
   __device__ void begin() const {}
   __device__ void post_message(const Handshake &hand, int r, bool wanted) const {
     if (wanted) post_to_member(s, hand, r);
@@ -145,6 +150,7 @@ struct Voter {
   uint32_t here = 0;     // bit w: the message of this lane's rank of word w has arrived
   uint32_t excused = 0;  // likewise: is_late() has excused it
   uint32_t revision = 0;
+  int limits = 0;  // time limits that this agreement has taken
   uint64_t began = 0;
   bool posted, decided = false, failed = false;
   bool heard = false;  // this lane has dropped ranks that a peer does not count in, in this wait
@@ -303,10 +309,11 @@ struct Voter {
   }
 
   // Of a rank that is counted in, at the deadline: whether it has not done its part. A ballot that comes at this moment
-  // says that it has: all ranks may have the same deadline. Unrolled, these loops and those of drop() make dispatch for
-  // sm_80 spill, which keeps its own values in registers across the agreement.
+  // says that it has: all ranks may have the same deadline. A rank that has yet to end the call before, among whose
+  // rows another one was lost, has as long again as it may wait there. Unrolled, these loops and those of drop() make
+  // dispatch for sm_80 spill, which keeps its own values in registers across the agreement.
   __device__ bool is_late(int w, int r) {
-    if ((here >> w & 1) == 0) return true;
+    if ((here >> w & 1) == 0) return !by.is_among_rows(r, hand.epoch - 1) || limits > kForLostRows || is_dead(s, r);
     if (revision == 0) return false;
     uint64_t version;
     bool posting = false, posted_one = by.read(r, version);
@@ -373,6 +380,7 @@ struct Voter {
         // A moment ago: the others have not answered yet.
         const bool changed = __any_sync(kAllLanes, heard) != 0 || looked != revision;
         heard = false;
+        limits += code == DK_ETIMEOUT;
         if (code == DK_EPEERDEAD || !changed) drop(code);
         share_left_by();
         continue;

@@ -75,6 +75,13 @@ struct PutPost {
     return static_cast<uint32_t>(ptx::ld_relaxed_sys(ballot(s.team.self, r) + 1 + w));
   }
 
+  __device__ uint64_t *among_rows(uint8_t *block, int source) const {
+    return word_at(block, shrink.at.among_rows, source);
+  }
+  __device__ bool is_among_rows(int r, uint64_t epoch) const {
+    return ptx::ld_acquire_sys(among_rows(s.team.self, r)) == epoch;
+  }
+
   // For each lane with a wanted rank: act(rank), by the whole warp. Never a put to a rank that has died.
   template <class Act>
   __device__ void for_each(int r, bool wanted, Act act) const {
@@ -266,11 +273,33 @@ __device__ __noinline__ inline LostRank lose(const PutPost &by, uint32_t code, i
   return kGoOn;
 }
 
+// By a whole warp that waits among rows. Half a time limit after the call began this rank tells the others that it is
+// there: they may have all of a lost rank's rows, of which it waits for some until its own limit, and wait for this
+// rank in the next call meanwhile.
+__device__ __noinline__ inline void tell_of_rows(const PutPost &by) {
+  const Session &s = by.s;
+  const TeamView &team = s.team;
+  const uint64_t epoch = ptx::ld_relaxed_gpu(&team.scratch->agreed_epoch);
+  bool tells = false;
+  if (lane_id() == 0 && ptx::global_timer_ns() - ptx::ld_relaxed_gpu(&team.scratch->start_ns) > s.timeout_ns / 2)
+    tells = atomicExch(reinterpret_cast<unsigned long long *>(&by.shrink.state->among_rows),
+                       static_cast<unsigned long long>(epoch)) != epoch;
+  if (__any_sync(kAllLanes, tells) == 0) return;
+  for (int base = 0; base < team.num_ranks; base += kWarp) {
+    const int r = base + lane_id();
+    const bool wanted = r < team.num_ranks && r != team.rank && !is_without(s, r),
+               local = wanted && by.internode.is_local(r);
+    if (local) ptx::st_release_sys(by.among_rows(team.peers[r], team.rank), epoch);
+    by.for_each(r, wanted && !local,
+                [&](int rank) { signal_remote(by.internode, team, rank, by.among_rows(team.self, team.rank), epoch); });
+  }
+}
+
 // As serve_streams, but a rank that is late or dead is masked: advance() goes on without masked ranks. A wait for a
 // rank's rows ends first; one that waits for room may wait for a rank which waits for a lost one. A stream that waits
 // for peer -1 waits for other warps of this rank, which may lose all other ranks one after the other; the time of a
 // wait for another rank begins after that.
-constexpr int kForPairRows = 1, kForPairRoom = 3;  // times the time limit
+constexpr int kForPairRows = 1, kForPairRoom = kForLostRows;  // times the time limit
 template <class Advance>
 __device__ inline void serve_pairs(const PutPost &by, int patience, int first, int step, int count, Advance advance) {
   const Session &s = by.s;
@@ -311,6 +340,7 @@ __device__ inline void serve_pairs(const PutPost &by, int patience, int first, i
     if (polls++ == 0) start = ptx::global_timer_ns();
     if (polls % kPollsPerLook != 0) continue;
     if (is_left_out(by)) return;
+    tell_of_rows(by);
     if (lane_id() == 0) reason = reason_to_leave(s, missing.peer, start, polls, for_own ? 1 : patience);
     reason = __shfl_sync(kAllLanes, reason, 0);
     if (for_own && reason == DK_ETIMEOUT && ++limits < patience + kForPairRows * s.team.num_ranks) polls = reason = 0;
