@@ -21,7 +21,7 @@ struct InternodeCombineParams {
 };
 
 struct CombineRoles {
-  static constexpr int kSenders = 4, kNodeCollectors = 9, kTokenCollectors = 9;
+  static constexpr int kSenders = 4, kNodeCollectors = 10, kTokenCollectors = 10;
   static constexpr int kWarps = kSenders + kNodeCollectors + kTokenCollectors, kThreads = kWarps * kWarp;
 };
 constexpr int kSumsAtOnce = 4;  // rows or tokens of a stream in one turn of a warp
