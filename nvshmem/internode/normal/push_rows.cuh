@@ -16,8 +16,8 @@ constexpr int kChunksAtOnce = 8;  // that a lane loads before it stores them
 
 // Where a source's rows for a rank of this node go: the first of them, and how many there are.
 struct RowsThere {
-  uint8_t *first;  // null: none
-  int32_t count;
+  uint8_t *first;
+  int32_t count;  // 0: none
 };
 
 // Whole block, after the handshake: whether rows are pushed, as all ranks see alike: their rings are as many, and every
@@ -35,18 +35,16 @@ __device__ inline bool find_places(const InternodeDispatchParams &p, uint64_t ep
   for (int i = threadIdx.x; i < num_ranks; i += blockDim.x) {
     const int source = p.internode.partner(i / num_peers), reader = p.internode.local_rank(i % num_peers),
               before = rows_before(p.d.rank_prefix_matrix(), num_ranks, source, reader);
-    const HandshakeMessage &message = message_from(s, p.internode, epoch, reader)->handshake;
-    there[i] = {nullptr, rows_between(p.d, source, reader)};
-    if (there[i].count == 0) continue;
-    const uint64_t segment =
-        message.segment < DK_MAX_SEGMENTS ? team.segments[reader * DK_MAX_SEGMENTS + message.segment] : 0;
-    if (reader == team.rank) {
-      there[i].first = p.d.recv_x();
-    } else if (segment != 0) {
+    there[i] = {p.d.recv_x(), rows_between(p.d, source, reader)};
+    if (reader != team.rank && there[i].count > 0) {
+      const HandshakeMessage &message = message_from(s, p.internode, epoch, reader)->handshake;
+      const bool placed = message.segment >= 0 && message.segment < DK_MAX_SEGMENTS;
+      const uint64_t segment = placed ? team.segments[reader * DK_MAX_SEGMENTS + message.segment] : 0;
       there[i].first = pointer<uint8_t>(segment + (message.segment_offset & ((1ull << kChannelsAt) - 1)));
-    } else {
-      report_failure(s, DK_EINTERNAL, reader, DK_FIELD_NONE, message.segment, 0, 0);
-      there[i].count = 0;
+      if (segment == 0) {
+        report_failure(s, DK_EINTERNAL, reader, DK_FIELD_NONE, message.segment, 0, 0);
+        there[i].count = 0;
+      }
     }
     there[i].first += static_cast<int64_t>(before) * p.d.row_bytes;
   }

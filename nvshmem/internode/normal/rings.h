@@ -3,10 +3,9 @@
 //
 // A rank sends its rows for a node once, to its partner there: into a ring in the partner's block. The partner pushes
 // them to their places in its node, or all ranks of that node read the ring; then rows for a rank's own node go through
-// such a ring in its own block. In combine a rank pushes its rows to
-// the rank of its node that has the same index as the token's rank (the collector); that one sums the node's rows and
-// sends the sum to the token's rank. Tokens belong to channels: token % channels. The rows of a pair of ranks and a
-// channel are a stream, which keeps its order.
+// such a ring in its own block. In combine a rank pushes its rows to the rank of its node that has the same index as
+// the token's rank (the collector); that one sums the node's rows and sends the sum to the token's rank. Tokens belong
+// to channels: token % channels. The rows of a pair of ranks and a channel are a stream, which keeps its order.
 #pragma once
 #include "internode/layout.h"
 
