@@ -103,7 +103,7 @@ func TestSimCosts(t *testing.T) {
 	lines := `2 nodes of 2 ranks; rank 0 gets 14800 rows and sends 4080 to other nodes
 dispatch BF16  sms  24  median    960.0 us  p99    970.0 us  in-kernel mean    955.0 us  to other nodes  220.0 GB/s
 dispatch FP8   sms  24  median    610.0 us  p99    620.0 us  in-kernel mean    605.0 us  to other nodes  140.0 GB/s
-done: nodes ranks=4 devices=4 tokens=4096 hidden=7168 isa=0
+done: nodes ranks=4 nodes=2 devices=4 tokens=4096 hidden=7168
 `
 	if err := os.WriteFile(output, []byte(lines), 0o644); err != nil {
 		t.Fatal(err)

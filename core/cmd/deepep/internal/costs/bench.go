@@ -23,7 +23,7 @@ var benchNames = map[string][2]string{
 var (
 	benchTimes = regexp.MustCompile(`^(\S.*?) +sms +(\d+) +median +[\d.]+ us .*in-kernel mean +([\d.]+) us`)
 	benchNodes = regexp.MustCompile(`^(\d+) nodes of (\d+) ranks`)
-	benchShape = regexp.MustCompile(`^done: \S+ ranks=(\d+) devices=\d+ tokens=(\d+) hidden=(\d+)`)
+	benchShape = regexp.MustCompile(`^done: \S+ ranks=(\d+) (?:nodes=\d+ )?devices=\d+ tokens=(\d+) hidden=(\d+)`)
 )
 
 // bench collects what one program printed.
