@@ -72,25 +72,11 @@ __device__ inline void send_pair_row(const ShrinkDispatchParams &p, int token, u
 #pragma unroll 1
   for (int first = 0; first == 0 || has_extras(d, first); first += kWarp) {
     if (first != 0) extras = load_extras(d, token, first);
-    if (extras.expert < -1 || extras.expert >= d.num_experts) {  // it counts as -1
-      report_refusal(d.session, kNoted, DK_EINVAL, d.session.team.rank, DK_FIELD_TOPK_IDX, d.num_experts,
-                     extras.expert);
-      extras.expert = -1;
-    }
-    if (place == nullptr) {
+    check_expert(d, extras);
+    if (place == nullptr)
       store_extras(d, own, extras, first);
-      continue;
-    }
-    const int k = first + lane_id();
-    if (k < d.num_topk) {
-      words[at.weights + k] = extras.weight;
-      words[at.experts + k] = static_cast<uint32_t>(extras.expert);
-    }
-#pragma unroll
-    for (int u = 0; u < 2; ++u) {
-      const int i = 2 * first + u * kWarp + lane_id();
-      if (i < d.num_scales) words[at.scales + i] = extras.scales[u];
-    }
+    else
+      store_words(d, at, words, extras, first);
   }
 }
 
