@@ -200,6 +200,15 @@ cudaError_t launch_quiet(const Transport &transport, const dk_transport_quiet_pa
 bool internode::transport_reaches(uint64_t transport, int rank) {
   return handle_of<Transport>(transport)->reaches(rank);
 }
+bool internode::transport_stores(uint64_t transport) {
+  const auto *it = handle_of<Transport>(transport);
+#ifdef DEEPEP_TEST_WIRE
+  if (dlsym(RTLD_DEFAULT, "testtransport_worker") != nullptr) return false;
+#endif
+  for (size_t rank = 0; rank < it->place.size(); ++rank)
+    if (it->reaches(static_cast<int>(rank)) && nvshmem_ptr(it->block, static_cast<int>(rank)) == nullptr) return false;
+  return true;
+}
 const std::vector<int> &internode::transport_queues(uint64_t transport) {
   return handle_of<Transport>(transport)->handles;
 }
@@ -224,6 +233,9 @@ __device__ void internode::put_by_warp(void *to, const void *from, uint32_t byte
   if (put_by_wire(rank, to, from, bytes, word, value)) return;
 #endif
   nvshmemx_putmem_signal_nbi_warp(to, from, bytes, word, value, NVSHMEM_SIGNAL_SET, rank);
+}
+__device__ void internode::store_by_warp(void *to, const void *from, uint32_t bytes, int rank) {
+  nvshmemx_putmem_nbi_warp(to, from, bytes, rank);
 }
 __device__ void internode::signal_by_thread(uint64_t *word, uint64_t value, int rank) {
 #ifdef DEEPEP_TEST_WIRE

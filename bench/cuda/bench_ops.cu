@@ -9,15 +9,14 @@
 //             [max_tokens=128] [zipf=0] [local=0] [stats=1] [copies=0] [shrink=0] [plugin=FILE]
 //
 // copies=1: rows of low-latency dispatch's send halves cross by copy engines (DK_TEAM_LL_COPY).
-// mode=nodes, nodes=2: normal mode across nodes; checks (mode=normalcheck) work there too. Each process needs
-// libnvshmem_host.so.3 in LD_LIBRARY_PATH. Of a library built with -DDEEPEP_TIMELINE it also says where warps spend
-// their time, by role.
-// mode=nic, nodes=2: normal mode and low latency beside what the rate and the latency of DEEPEP_TESTTRANSPORT=nic:...
-// allow. plugin=FILE: each node is a host of its own, which only NVSHMEM's test transport joins to the others.
-// mode=sweep: lines of CSV for pictures, normal mode with tokens up to tokens=N.
-// Logical bytes of a dispatch: rows that arrive at any rank, self included, times the bytes of a row. Times are medians
-// and 99th percentiles of the maximum over ranks, by events around the call after a barrier kernel; an event pair
-// around nothing measures about 3 us.
+// mode=nodes, nodes=2: normal mode across nodes; mode=ll, lltimeline, llcheck and normalcheck work there too. Each
+// process needs libnvshmem_host.so.3 in LD_LIBRARY_PATH. Of a library built with -DDEEPEP_TIMELINE it also says where
+// warps spend their time, by role. mode=nic, nodes=2: normal mode and low latency beside what the rate and the latency
+// of DEEPEP_TESTTRANSPORT=nic:... allow. plugin=FILE: each node is a host of its own, which only NVSHMEM's test
+// transport joins to the others. mode=sweep: lines of CSV for pictures, normal mode with tokens up to tokens=N. Logical
+// bytes of a dispatch: rows that arrive at any rank, self included, times the bytes of a row. Times are medians and
+// 99th percentiles of the maximum over ranks, by events around the call after a barrier kernel; an event pair around
+// nothing measures about 3 us.
 #include <sched.h>
 #include <signal.h>
 #include <sys/mman.h>
@@ -51,6 +50,8 @@ void *run_rank(void *argument) {
   rank.meet();
   return nullptr;
 }
+
+bool is_low_latency_mode() { return g_mode == "ll" || g_mode == "llcheck" || g_mode == "lltimeline"; }
 
 void parse(int argc, char **argv) {
   Shape &s = g_world.shape;
@@ -221,16 +222,18 @@ int main(int argc, char **argv) {
   parse(argc, argv);
   Shape &s = g_world.shape;
   if (s.ranks < 1 || s.ranks > kMaxBenchRanks || s.nodes < 1 || s.ranks % s.nodes != 0 ||
-      (s.nodes > 1 && g_mode != "nodes" && g_mode != "nic" && g_mode != "normalcheck") ||
+      (s.nodes > 1 && g_mode != "nodes" && g_mode != "nic" && g_mode != "normalcheck" && !is_low_latency_mode()) ||
       (s.nodes == 1 && (g_mode == "nodes" || g_mode == "nic" || s.plugin != nullptr))) {
-    fprintf(stderr, "ranks: 1 to %d, a multiple of nodes; nodes=N is for mode=nodes, nic and normalcheck\n",
+    fprintf(stderr,
+            "ranks: 1 to %d, a multiple of nodes; nodes=N is for mode=nodes, nic, normalcheck, ll, llcheck and "
+            "lltimeline\n",
             kMaxBenchRanks);
     return 2;
   }
   make_shared_page();
   if (s.nodes > 1) {
     if (s.rdma_bytes == 0) s.rdma_bytes = 84u << 20;  // V1's hint for 20 SMs and BF16 rows of 7168
-    if (g_mode == "nic") make_room_for_low_latency(argv[1]);
+    if (g_mode == "nic" || is_low_latency_mode()) make_room_for_low_latency(argv[1]);
     run_processes(argv[1]);
   }
   open_library(argv[1]);

@@ -46,7 +46,7 @@ int32_t call_library(const char *name, P &params) {
     }                                                                                                  \
   } while (0)
 
-constexpr int kMaxBenchRanks = 64;
+constexpr int kMaxBenchRanks = 64, kBenchSamples = 1024;
 
 struct Shape {
   int ranks = 4, nodes = 1, devices = 1, tokens = 4096, hidden = 7168, topk = 8, experts = 256, iterations = 30,
@@ -62,6 +62,7 @@ struct Shape {
 struct SharedPage {
   pthread_barrier_t barrier;
   double samples[kMaxBenchRanks];  // [rank]
+  double many[kMaxBenchRanks][kBenchSamples];
   uint8_t transport_id[DK_TRANSPORT_ID_BYTES];
 };
 

@@ -13,13 +13,18 @@ struct Times {
 
 // Each rank's samples, then the greatest of the ranks for each call; the same answer on every rank.
 std::vector<double> greatest_of_ranks(Rank &rank, const std::vector<double> &mine) {
-  static std::vector<std::vector<double>> all(DK_MAX_RANKS);
-  all[rank.rank] = mine;
-  rank.meet();
-  std::vector<double> greatest = all[0];
-  for (int r = 1; r < rank.world->shape.ranks; ++r)
-    for (size_t i = 0; i < greatest.size(); ++i) greatest[i] = std::max(greatest[i], all[r][i]);
-  rank.meet();
+  auto &all = rank.world->shared->many;
+  std::vector<double> greatest;
+  while (greatest.size() < mine.size()) {
+    const size_t first = greatest.size(), count = std::min<size_t>(mine.size() - first, kBenchSamples);
+    std::copy_n(mine.begin() + first, count, all[rank.rank]);
+    rank.meet();
+    for (size_t i = 0; i < count; ++i) {
+      greatest.push_back(all[0][i]);
+      for (int r = 1; r < rank.world->shape.ranks; ++r) greatest.back() = std::max(greatest.back(), all[r][i]);
+    }
+    rank.meet();
+  }
   return greatest;
 }
 

@@ -74,6 +74,7 @@ struct NodeView {
 };
 
 bool transport_reaches(uint64_t transport, int rank);          // transport.cu
+bool transport_stores(uint64_t transport);                     // all its puts are stores over NVLink
 const std::vector<int> &transport_queues(uint64_t transport);  // handles; none where NVSHMEM has no such thing
 
 }  // namespace deepep::internode

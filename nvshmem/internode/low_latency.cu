@@ -12,10 +12,10 @@ namespace {
 using namespace internode;
 
 template <class P, class K>
-int32_t launch(P *p, const Team *team, const K &params, void (*kernel)(K)) {
+int32_t launch(P *p, const Team *team, const K &params, void (*kernel)(K), int blocks) {
   const size_t shared = shared_bytes(p, team->view.num_ranks);
   const OnDevice on(team->device);
-  kernel<<<low_latency_blocks(team, p->num_sms, p->num_max_tokens), kLlThreads, shared, stream_of(p->stream)>>>(params);
+  kernel<<<blocks, kLlThreads, shared, stream_of(p->stream)>>>(params);
   return launched(p);
 }
 
@@ -24,7 +24,8 @@ int32_t launch(P *p, const Team *team, const K &params, void (*kernel)(K)) {
 namespace internode {
 
 int32_t create_low_latency(dk_team_create_params *p, Team *team) {
-  auto *ll = new (std::nothrow) LowLatencyTeam{team->view, team->internode->view.low_latency_outbox, nullptr, 0};
+  auto *ll = new (std::nothrow)
+      LowLatencyTeam{team->view, team->internode->view.low_latency_outbox, nullptr, 0, transport_stores(p->transport)};
   if (ll == nullptr) return DK_ENOMEM;
   team->internode->low_latency = ll;
   cudaStream_t service = team->device->service;
@@ -72,16 +73,27 @@ int32_t internode_ll_dispatch(dk_ll_dispatch_params *p) {
   auto *team = handle_of<Team>(p->team);
   InternodeLlDispatchParams d{};
   const int32_t code = fill_dispatch(p, *team->internode->low_latency, &d);
-  return code == DK_OK ? launch(p, team, d, deep_ep::internode_ll::dispatch) : code;
+  if (code != DK_OK) return code;
+  const int blocks = low_latency_blocks(team, p->num_sms, p->num_max_tokens + 1);  // one counts
+  return launch(p, team, d, deep_ep::internode_ll::dispatch, blocks);
 }
 
 int32_t internode_ll_combine(dk_ll_combine_params *p) {
   auto *team = handle_of<Team>(p->team);
   InternodeLlCombineParams c{};
   int32_t code = fill_combine(p, *team->internode->low_latency, &c);
-  if (code == DK_OK) code = launch(p, team, c, deep_ep::internode_ll::combine);
+  if (code == DK_OK)
+    code = launch(p, team, c, deep_ep::internode_ll::combine, low_latency_blocks(team, p->num_sms, p->num_max_tokens));
   if (code == DK_OK && (p->phases & DK_PHASE_SEND) != 0) team->internode->low_latency->next_stage = 1 - c.call.stage;
   return code;
 }
 
 }  // namespace deepep
+
+#ifdef DEEPEP_TIMELINE
+// As the CUDA library's (kernels/cuda/launch/low_latency.cu).
+extern "C" __attribute__((visibility("default"))) uint64_t dk_timeline(uint64_t *to) {
+  if (to != nullptr && cudaMemcpyFromSymbol(to, deepep::g_timeline, sizeof deepep::g_timeline) != cudaSuccess) return 0;
+  return sizeof deepep::g_timeline / sizeof(uint64_t);
+}
+#endif

@@ -634,7 +634,9 @@ void run_case(uint64_t seed) {
                   style == 0 || (style == 1 && pick(0, 1) != 0));
   std::vector<uint8_t *> blocks;
   for (Rank &r : w.ranks) blocks.push_back(aligned(r.block));
+  const bool nvlink = seed % 4 >= 2;
   emulate::start_network({seed, fences_alone}, blocks);
+  for (Rank &r : w.ranks) r.team.puts_are_stores = nvlink;
   // A rank that pauses while the others go on, for less than the time limit.
   int late = pick(0, 2) == 0 ? pick(0, c.ranks() - 1) : -1;
   int64_t looks = 0;
@@ -665,9 +667,9 @@ void run_case(uint64_t seed) {
       check("mask", me, r, w.ranks[me].scratch->masked[r],
             r == w.lost && me != r && w.back_from >= static_cast<size_t>(rounds));
   emulate::watch(nullptr, nullptr);
-  printf("case %llu: %d nodes of %d%s, %d local experts, hidden %d, top-%d, B %d%s%s%s%s: ok\n",
-         static_cast<unsigned long long>(seed), c.nodes, c.peers, c.all_remote ? ", all remote" : "", c.local_experts,
-         c.hidden, c.topk, c.tokens,
+  printf("case %llu: %d nodes of %d%s%s, %d local experts, hidden %d, top-%d, B %d%s%s%s%s: ok\n",
+         static_cast<unsigned long long>(seed), c.nodes, c.peers, c.all_remote ? ", all remote" : "",
+         nvlink ? ", over NVLink" : "", c.local_experts, c.hidden, c.topk, c.tokens,
          overlap       ? ", overlapping"
          : w.ahead > 1 ? ", dispatches ahead"
          : halves      ? ", halves"

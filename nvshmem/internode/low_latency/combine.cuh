@@ -41,8 +41,8 @@ __device__ inline void send_expert_row(const InternodeLlCombineParams &c, uint64
     __syncwarp();
     from = stage;
   }
-  deliver(p, dest, expert_row_at(p, epoch, expert, token), from, bytes, expert_word_at(p, epoch, expert, token),
-          signal_word(epoch, rank, kind));
+  deliver(p, {dest, bytes, expert_row_at(p, epoch, expert, token), expert_word_at(p, epoch, expert, token),
+              signal_word(epoch, rank, kind), from});
   if (lane_id() == 0) count_bytes(p.session, dest, 2ull * p.hidden);
 }
 
@@ -62,12 +62,11 @@ __device__ inline void send_expert_rows(const InternodeLlCombineParams &c, uint6
   }
 }
 
-// Whole block of a send half. sums, first_row: shared, [R] and [L][R], the latter [L + 1] afterwards.
-__device__ inline void send_rows(const InternodeLlCombineParams &c, uint64_t epoch, int32_t *sums, int32_t *first_row,
-                                 SumList *lists) {
+// Whole block of a send half. sums, first_row: as plan_sums left them; the latter is [L + 1] afterwards.
+__device__ inline void send_rows(const InternodeLlCombineParams &c, uint64_t epoch, int table, const SumWords &first,
+                                 int most, int32_t *sums, int32_t *first_row, SumList *lists) {
   const InternodeLlParams &p = c.call;
-  const int table = find_table(p), most = plan_sums(p, table, sums, first_row);
-  if (most > 0) send_sums(c, epoch, table, most, sums, first_row, lists);
+  if (most > 0) send_sums(c, epoch, table, first, most, sums, first_row, lists);
   bool apart = false;
   for (int r = threadIdx.x; r < p.session.team.num_ranks; r += kLlThreads) apart |= sums[r] < 0;
   if (__syncthreads_or(apart) != 0) send_expert_rows(c, epoch, sums, first_row);
@@ -94,7 +93,7 @@ struct LaneEntry {
 __device__ inline LaneEntry read_entry(const InternodeLlParams &p, const uint64_t *calls, int token, int expert) {
   const int lane = lane_id();
   LaneEntry e{expert, expert < 0 ? -1 : expert / p.num_local, lane, 0, 0, false};
-  const float weight = lane < p.num_topk ? p.topk_weights[static_cast<int64_t>(token) * p.num_topk + lane] : 0;
+  const float weight = load_weight_of_lane(p, token);
   const uint32_t same = __match_any_sync(kAllLanes, expert), same_rank = __match_any_sync(kAllLanes, e.rank);
   e.weight = sum_of_same(p, expert, weight, same);
   e.theirs = e.rank < 0 ? 0 : calls[e.rank];
@@ -143,7 +142,7 @@ __device__ inline void await_expert_rows(const InternodeLlParams &p, const uint6
                                          ExpertRows *list) {
   const int lane = lane_id();
   bool wrong = false;
-  const int expert = expert_of_lane(p, token, wrong);
+  const int expert = checked_expert(p, load_index_of_lane(p, token), wrong);
   if (__any_sync(kAllLanes, wrong) != 0) {  // which row has the sum is not known here
     if (lane == 0) list->count = kNoSum;
     return;
@@ -196,6 +195,7 @@ __device__ inline void receive_sums(const InternodeLlCombineParams &c, const uin
   for (int token = blockIdx.x; token < p.num_tokens; token += gridDim.x) {
     if (warp_id() == 0) await_expert_rows(p, calls, token, list);
     __syncthreads();
+    mark(kMarkLastHeader, threadIdx.x == 0);
     for (int chunk = threadIdx.x; chunk < p.hidden / 8; chunk += kLlThreads) add_expert_rows(c, list, token, chunk);
     __syncthreads();
   }
@@ -214,20 +214,32 @@ __global__ void __launch_bounds__(kLlThreads, 1) combine(const __grid_constant__
     ExpertRows arrivals;
   } shared;
   const InternodeLlParams &p = c.call;
+  begin_timeline();
   const uint64_t epoch = epoch_of_call(p);
-  auto *sums = reinterpret_cast<int32_t *>(calls + p.session.team.num_ranks);
+  const KnownTables known = find_table(p);
+  const SumWords first = load_first_words(p, known.table);
+  auto *sums = reinterpret_cast<int32_t *>(calls + p.session.team.num_ranks),
+       *first_row = sums + p.session.team.num_ranks;
   if (begin(p.session)) {
-    const bool weights_follow = sends_weights(p);
-    if (is_control_block()) post_low_latency(p, epoch, weights_follow);
+    if (is_control_block()) {
+      post_credits(p);
+      if (p.sends()) post_message(p, epoch, known.sends_weights);
+    }
+    mark(kMarkBegun, threadIdx.x == 0);
+    const int most = p.sends() ? plan_sums(p, known.table, sums, first_row) : 0;
     const bool good = !p.sends() || await_empty_slots(p, epoch, true);
-    if (weights_follow && good) send_weights(p, epoch);
-    if (p.sends() && good) send_rows(c, epoch, sums, sums + p.session.team.num_ranks, shared.sums);
+    mark(kMarkEmpty, threadIdx.x == 0);
+    if (known.sends_weights && good) send_weights(p, epoch);
+    if (p.sends() && good) send_rows(c, epoch, known.table, first, most, sums, first_row, shared.sums);
     __syncthreads();
+    mark(kMarkSent, threadIdx.x == 0);
     if (is_control_block()) publish_newest_by_last_warp(p.session.team);  // while rows are in flight
     if (p.receives() && good) {
       find_source_calls(p, epoch, calls);
       if (is_control_block()) check_low_latency_peers(p, calls);
+      mark(kMarkKnown, threadIdx.x == 0);
       receive_sums(c, calls, &shared.arrivals);
+      mark(kMarkArrived, true);
       if (is_control_block()) await_callers_buffer(p, epoch);
     }
   }
@@ -235,6 +247,7 @@ __global__ void __launch_bounds__(kLlThreads, 1) combine(const __grid_constant__
     if (failed && p.receives()) clear_combined(p, c.combined_x);
     end_low_latency(p, epoch, calls, true, failed);
   });
+  end_timeline(1, epoch);
 }
 
 }  // namespace deep_ep::internode_ll

@@ -16,6 +16,7 @@
 #include "cuda/common/copy_row.cuh"
 #include "cuda/common/fp4.cuh"
 #include "cuda/impl/low_latency/shared.cuh"
+#include "cuda/impl/low_latency/timeline.cuh"
 #include "internode/low_latency/put.cuh"
 #include "internode/low_latency/team.h"
 
@@ -63,6 +64,8 @@ struct InternodeLlParams : LowLatencyArguments {
   LowLatencyOffsets at;
   LowLatencyState *state;
   int32_t num_local, stage;  // experts of a rank; combine: index of the buffer at `at.stage`
+  // Puts are stores over NVLink: the threads that call move the bytes, and several warps may share a put.
+  bool puts_are_stores;
 
   // Whether a dispatch's rows bring their tokens' weights. Shapes of small rows have no room for them.
   __device__ bool brings_weights() const { return topk_weights != nullptr && at.weights_at < at.row_bytes; }
@@ -89,12 +92,12 @@ __device__ inline uint64_t handshake_at(const TeamView &team, uint64_t epoch, in
 __device__ inline uint64_t credit_at(const TeamView &team, int slot, int from) {
   return team.control + team.at.consumed + (static_cast<uint64_t>(slot) * team.num_ranks + from) * 8;
 }
-// Dispatch: a source numbers its rows for each destination in the order of its tokens. The rows for this rank itself
-// stay where they were staged, at the token's index. A source writes its rows of dispatch where its first expert's rows
+// Dispatch: a row has its token's index, also where it was staged; a source numbers the words of its rows for each
+// destination in the order of its tokens. A source writes its rows of dispatch where its first expert's rows
 // of combine lie, so each rank writes into a part of the slot of its own, whichever call uses that slot at the others:
 // after a rank has missed calls its slots may differ from theirs by one.
-__device__ inline uint64_t row_at(const InternodeLlParams &p, uint64_t epoch, int source, int number) {
-  return p.at.slot[slot_of(epoch)] + source * p.at.source_bytes + static_cast<uint64_t>(number) * p.at.row_bytes;
+__device__ inline uint64_t row_at(const InternodeLlParams &p, uint64_t epoch, int source, int token) {
+  return p.at.slot[slot_of(epoch)] + source * p.at.source_bytes + static_cast<uint64_t>(token) * p.at.row_bytes;
 }
 __device__ inline uint64_t row_word_at(const InternodeLlParams &p, uint64_t epoch, int source, int number) {
   return p.at.words[slot_of(epoch)] + (static_cast<uint64_t>(source) * p.num_local * p.max_tokens + number) * 8;
@@ -129,19 +132,57 @@ __device__ inline bool uses_stores(const TeamView &team, int rank) {
   return (team.flags & DK_TEAM_LL_TRANSPORT) == 0 && rank / team.num_nvl_peers == team.rank / team.num_nvl_peers;
 }
 
-// By a warp: writes the bytes to an offset in a rank's block, then the signal word. Not inlined: a caller would have to
-// spill what it holds in registers around each call of NVSHMEM's function.
-__device__ __noinline__ inline void deliver(const InternodeLlParams &p, int rank, uint64_t to, const uint8_t *from,
-                                            uint32_t bytes, uint64_t word_at, uint64_t word) {
+// A message: bytes for an offset in a rank's block, then a signal word.
+struct Delivery {
+  int rank;
+  uint32_t bytes;  // a multiple of 16
+  uint64_t to, word_at, word;
+  const uint8_t *from;
+};
+struct Share {  // of the warps that deliver a message together
+  int number, of;
+};
+
+// Whether the threads that send move the bytes to a rank, in as many parts as they like.
+__device__ inline bool takes_stores(const InternodeLlParams &p, int rank) {
+  return p.puts_are_stores || uses_stores(p.session.team, rank);
+}
+// By a warp, to such a rank: its share of some bytes. Not inlined: a caller would have to spill what it holds in
+// registers around each call of NVSHMEM's functions.
+__device__ __noinline__ inline void store_share(const InternodeLlParams &p, int rank, uint64_t to, const uint8_t *from,
+                                                uint32_t bytes, Share share) {
   const TeamView &team = p.session.team;
-  if (!uses_stores(team, rank)) {
-    put_by_warp(team.self + to, from, bytes, reinterpret_cast<uint64_t *>(team.self + word_at), word, rank);
-    return;
+  const uint32_t part = ceil_div(bytes, 16u * share.of) * 16, first = min(bytes, share.number * part),
+                 mine = min(part, bytes - first);
+  if (mine == 0) return;
+  if (!uses_stores(team, rank))
+    store_by_warp(team.self + to + first, from + first, mine, rank);
+  else if (team.peers[rank] + to != from)
+    copy_row(team.peers[rank] + to + first, from + first, mine);
+}
+// By a warp: its share of the bytes, or by the first one all of a put that a NIC serves, with the word. After a barrier
+// among these warps one thread calls end_delivery.
+__device__ __noinline__ inline void deliver_share(const InternodeLlParams &p, const Delivery &d, Share share) {
+  const TeamView &team = p.session.team;
+  if (takes_stores(p, d.rank))
+    store_share(p, d.rank, d.to, d.from, d.bytes, share);
+  else if (share.number == 0)
+    put_by_warp(team.self + d.to, d.from, d.bytes, reinterpret_cast<uint64_t *>(team.self + d.word_at), d.word, d.rank);
+}
+__device__ __noinline__ inline void end_delivery(const InternodeLlParams &p, const Delivery &d) {
+  const TeamView &team = p.session.team;
+  if (uses_stores(team, d.rank))
+    ptx::st_release_sys(reinterpret_cast<uint64_t *>(team.peers[d.rank] + d.word_at), d.word);
+  else if (p.puts_are_stores) {
+    ptx::fence_acq_rel_sys();
+    signal_by_thread(mine_at<uint64_t>(p, d.word_at), d.word, d.rank);
   }
-  uint8_t *block = team.peers[rank];
-  if (block + to != from) copy_row(block + to, from, bytes);
+}
+// By a warp: all of a message.
+__device__ inline void deliver(const InternodeLlParams &p, const Delivery &d) {
+  deliver_share(p, d, {0, 1});
   __syncwarp();
-  if (lane_id() == 0) ptx::st_release_sys(reinterpret_cast<uint64_t *>(block + word_at), word);
+  if (lane_id() == 0) end_delivery(p, d);
 }
 
 // A dispatch as in one node. A combine says whether its weights follow, which is not compared.
@@ -153,14 +194,9 @@ __device__ inline HandshakeMessage internode_message(const InternodeLlParams &p,
   return mine;
 }
 
-// The control block posts to every rank the credits that it has not posted yet and, in a send half, the handshake
-// message. It overwrites the outbox's copy of four calls ago: credits for that call arrived before the send half of two
-// calls ago.
-__device__ inline void post_low_latency(const InternodeLlParams &p, uint64_t epoch, bool weights_follow) {
+// The control block posts to every rank the credits that it has not posted yet.
+__device__ inline void post_credits(const InternodeLlParams &p) {
   const TeamView &team = p.session.team;
-  auto *out = mine_at<HandshakeMessage>(p, p.at.outbox) + epoch % kLowLatencyHandshakeCopies;
-  if (p.sends() && threadIdx.x == 0) *out = internode_message(p, weights_follow);
-  __syncthreads();
   for (int r = warp_id(); r < team.num_ranks; r += kLlWarps) {
     if (__any_sync(kAllLanes, is_masked(p.session, r))) continue;
     const int slot = lane_id();
@@ -174,10 +210,20 @@ __device__ inline void post_low_latency(const InternodeLlParams &p, uint64_t epo
       p.state->posted[slot][r] = taken;
     }
     __syncwarp();
+  }
+}
+// The control block of a send half posts the handshake message to every rank. It overwrites the outbox's copy of four
+// calls ago: credits for that call arrived before the send half of two calls ago.
+__device__ inline void post_message(const InternodeLlParams &p, uint64_t epoch, bool weights_follow) {
+  const TeamView &team = p.session.team;
+  auto *out = mine_at<HandshakeMessage>(p, p.at.outbox) + epoch % kLowLatencyHandshakeCopies;
+  if (threadIdx.x == 0) *out = internode_message(p, weights_follow);
+  __syncthreads();
+  for (int r = warp_id(); r < team.num_ranks; r += kLlWarps) {
+    if (__any_sync(kAllLanes, is_masked(p.session, r))) continue;
     const uint64_t to = handshake_at(team, epoch, team.rank);
-    if (p.sends())
-      deliver(p, r, to, reinterpret_cast<const uint8_t *>(out), offsetof(HandshakeMessage, epoch),
-              to + offsetof(HandshakeMessage, epoch), epoch);
+    deliver(p, {r, offsetof(HandshakeMessage, epoch), to, to + offsetof(HandshakeMessage, epoch), epoch,
+                reinterpret_cast<const uint8_t *>(out)});
   }
 }
 static_assert(offsetof(HandshakeMessage, epoch) % 16 == 0, "copied in units of 16 bytes");
@@ -327,19 +373,26 @@ __device__ inline void end_low_latency(const InternodeLlParams &p, uint64_t epoc
   record_kernel(p.session, p.sends() && p.receives() ? nullptr : &scratch->half_ns[p.ticket], p.receives(), failed);
 }
 
-// A token's expert for each lane; -1: none, or a wrong index.
-__device__ __forceinline__ int expert_of_lane(const InternodeLlParams &p, int token, bool &wrong) {
-  wrong = false;
-  if (lane_id() >= p.num_topk) return -1;
-  const int64_t expert = load_index(p.topk_idx, static_cast<int64_t>(token) * p.num_topk + lane_id(), p.index_bytes);
-  if (expert >= -1 && expert < p.num_experts) return static_cast<int>(expert);
+// Loads a token's index for each lane; -1: none. Several tokens' loads may be under way before one is checked.
+__device__ __forceinline__ int64_t load_index_of_lane(const InternodeLlParams &p, int token) {
+  return lane_id() < p.num_topk && token < p.num_tokens
+             ? load_index(p.topk_idx, static_cast<int64_t>(token) * p.num_topk + lane_id(), p.index_bytes)
+             : -1;
+}
+__device__ __forceinline__ float load_weight_of_lane(const InternodeLlParams &p, int token) {
+  return lane_id() < p.num_topk && token < p.num_tokens
+             ? p.topk_weights[static_cast<int64_t>(token) * p.num_topk + lane_id()]
+             : 0;
+}
+// The expert; -1: none, or a wrong index, which is reported.
+__device__ __forceinline__ int checked_expert(const InternodeLlParams &p, int64_t expert, bool &wrong) {
+  wrong = expert < -1 || expert >= p.num_experts;
+  if (!wrong) return static_cast<int>(expert);
   report_refusal(p.session, kNoted, DK_EINVAL, p.session.team.rank, DK_FIELD_TOPK_IDX, p.num_experts, expert);
-  wrong = true;
   return -1;
 }
-__device__ __forceinline__ int expert_of_lane(const InternodeLlParams &p, int token) {
+__device__ __forceinline__ int checked_expert(const InternodeLlParams &p, int64_t expert) {
   bool wrong;
-  return expert_of_lane(p, token, wrong);
+  return checked_expert(p, expert, wrong);
 }
-
 }  // namespace deepep::internode

@@ -34,17 +34,71 @@ struct SendRoute {                    // shared: of the token that a block sends
   uint32_t before[2][kMaxTopk];       // earlier tokens for each of these experts, and for each of these ranks
 };
 
-// By the first warp: the token's experts without repetitions, and the ranks that hold them and are not masked.
-__device__ inline void read_route(const InternodeLlParams &p, int token, SendRoute *route) {
-  const int lane = lane_id(), expert = expert_of_lane(p, token), rank = expert < 0 ? -1 : expert / p.num_local;
+// What a block loads of a token, of its first one before it knows whether the slots are empty.
+constexpr int kIndices = 8;  // loads in flight together
+struct TokenLoads {
+  uint4 a, b;           // what this thread stages first: 32 bytes of x for FP8, two chunks kLlThreads apart of BF16
+  int named[kIndices];  // of the earlier token of this thread, its first experts; the of the counting block see
+                        // count_tokens
+  int64_t index;        // the last warp's, of the token itself
+  float weight;
+};
+
+__device__ __forceinline__ void load_named(const InternodeLlParams &p, int earlier, int token, int base,
+                                           int (&named)[kIndices]) {
+#pragma unroll
+  for (int j = 0; j < kIndices; ++j)
+    named[j] = base + j < p.num_topk && earlier < token
+                   ? static_cast<int>(
+                         load_index(p.topk_idx, static_cast<int64_t>(earlier) * p.num_topk + base + j, p.index_bytes))
+                   : -1;
+}
+
+// Counts the tokens: a block of its own if there is one without a token, else the control block.
+__device__ __forceinline__ bool is_counting_block(const InternodeLlParams &p) {
+  const int last = static_cast<int>(gridDim.x) - 1;
+  return static_cast<int>(blockIdx.x) == (last > p.num_tokens ? last - 1 : last);
+}
+
+// Of the counting block: this lane's entry of tokens `first`, + kLlWarps, ...
+__device__ __forceinline__ void load_entries(const InternodeLlParams &p, int first, int (&entry)[kIndices]) {
+#pragma unroll
+  for (int n = 0; n < kIndices; ++n) {
+    const int64_t index = load_index_of_lane(p, first + n * kLlWarps);
+    entry[n] = index >= 0 && index < p.num_experts ? static_cast<int>(index) : -1;  // the token's block reports others
+  }
+}
+
+__device__ __forceinline__ bool is_last_warp() { return warp_id() == kLlWarps - 1; }
+
+__device__ __forceinline__ TokenLoads load_token(const InternodeLlDispatchParams &d, int token) {
+  const InternodeLlParams &p = d.call;
+  const bool fp8 = p.format == DK_FORMAT_FP8;
+  const int thread = static_cast<int>(threadIdx.x), first = fp8 ? 2 * thread : thread,
+            second = fp8 ? first + 1 : first + kLlThreads, chunks = is_fp4(p) ? 0 : p.hidden / 8;
+  const uint8_t *x = d.x + static_cast<uint64_t>(token) * 2 * p.hidden;
+  TokenLoads loads{};
+  if (token >= p.num_tokens) {
+    if (is_counting_block(p)) load_entries(p, warp_id(), loads.named);
+    return loads;
+  }
+  if (first < chunks) loads.a = ptx::ld_stream(x + 16 * first);
+  if (second < chunks) loads.b = ptx::ld_stream(x + 16 * second);
+  load_named(p, thread, token, 0, loads.named);
+  if (!is_last_warp()) return loads;
+  loads.index = load_index_of_lane(p, token);
+  if (p.brings_weights()) loads.weight = load_weight_of_lane(p, token);
+  return loads;
+}
+
+// By the last warp: the token's experts without repetitions, and the ranks that hold them and are not masked.
+__device__ inline void read_route(const InternodeLlParams &p, const TokenLoads &loads, SendRoute *route) {
+  const int lane = lane_id(), expert = checked_expert(p, loads.index), rank = expert < 0 ? -1 : expert / p.num_local;
   const bool serves = rank >= 0 && !is_masked(p.session, rank);
   const uint32_t below = (1u << lane) - 1, same_expert = __match_any_sync(kAllLanes, expert),
                  same_rank = __match_any_sync(kAllLanes, serves ? rank : -1);
   route->expert[lane] = (same_expert & below) != 0 ? -1 : expert;
-  if (p.brings_weights()) {
-    const float weight = lane < p.num_topk ? p.topk_weights[static_cast<int64_t>(token) * p.num_topk + lane] : 0;
-    route->weight[lane] = sum_of_same(p, expert, weight, same_expert);
-  }
+  if (p.brings_weights()) route->weight[lane] = sum_of_same(p, expert, loads.weight, same_expert);
   const bool first = serves && (same_rank & below) == 0;
   const uint32_t ranks = __ballot_sync(kAllLanes, first);
   if (first) route->rank[__popc(ranks & below)] = rank;
@@ -53,7 +107,6 @@ __device__ inline void read_route(const InternodeLlParams &p, int token, SendRou
 }
 
 // Sets a bit for each of the route's experts and ranks that one of these indices names.
-template <int kIndices>
 __device__ __forceinline__ void match_route(const InternodeLlParams &p, const SendRoute *route,
                                             const int (&named)[kIndices], uint32_t &experts, uint32_t &ranks) {
   for (int k = 0; k < p.num_topk && p.at.header_bytes != 0; ++k) {
@@ -74,19 +127,18 @@ __device__ __forceinline__ void match_route(const InternodeLlParams &p, const Se
 }
 
 // Whole block: counts the tokens before this one that go to the same experts and to the same ranks.
-__device__ inline void count_earlier_tokens(const InternodeLlParams &p, int token, SendRoute *route) {
-  constexpr int kIndices = 8;  // loads in flight together
+__device__ inline void count_earlier_tokens(const InternodeLlParams &p, int token, const TokenLoads &loads,
+                                            SendRoute *route) {
   for (int first = warp_id() * kWarp; first < token; first += kLlThreads) {
     const int earlier = first + lane_id();
     uint32_t experts = 0, ranks = 0;
     for (int base = 0; base < p.num_topk; base += kIndices) {
+      if (base == 0 && earlier == static_cast<int>(threadIdx.x)) {
+        match_route(p, route, loads.named, experts, ranks);
+        continue;
+      }
       int named[kIndices];
-#pragma unroll
-      for (int j = 0; j < kIndices; ++j)
-        named[j] = base + j < p.num_topk && earlier < token
-                       ? static_cast<int>(load_index(p.topk_idx, static_cast<int64_t>(earlier) * p.num_topk + base + j,
-                                                     p.index_bytes))
-                       : -1;
+      load_named(p, earlier, token, base, named);
       match_route(p, route, named, experts, ranks);
     }
     for (int k = 0; k < p.num_topk; ++k) {
@@ -99,12 +151,17 @@ __device__ inline void count_earlier_tokens(const InternodeLlParams &p, int toke
 }
 
 // Whole block: casts the row to FP8, 16 channels a thread, and writes its scales after it.
-__device__ inline void stage_fp8_row(const InternodeLlParams &p, const uint4 *x, uint8_t *to) {
+__device__ inline void stage_fp8_row(const InternodeLlParams &p, const uint4 *x, const TokenLoads &loads, uint8_t *to) {
   const int pieces = p.hidden / 16;
   for (int first = 0; first < pieces; first += kLlThreads) {
     const int at = first + static_cast<int>(threadIdx.x);
     const bool mine = at < pieces;
-    const uint4 none{0, 0, 0, 0}, a = mine ? x[2 * at] : none, b = mine ? x[2 * at + 1] : none;
+    uint4 a = loads.a, b = loads.b;
+    if (first != 0) {
+      const uint4 none{0, 0, 0, 0};
+      a = mine ? x[2 * at] : none;
+      b = mine ? x[2 * at + 1] : none;
+    }
     const Fp8Scale scale = fp8_scale_of_eight(a, b, (p.flags & DK_LL_ROUND_SCALE) != 0);
     if (!mine) continue;
     ptx::st_stream(to + 16 * at, cast_sixteen(a, b, scale.inverse));
@@ -130,26 +187,37 @@ __device__ inline void stage_fp4_row(const InternodeLlDispatchParams &d, int tok
     reinterpret_cast<uint32_t *>(to + p.hidden / 2)[at] = scales[at];
 }
 
-__device__ inline void stage_row(const InternodeLlDispatchParams &d, int token, uint8_t *to) {
+__device__ inline void stage_row(const InternodeLlDispatchParams &d, int token, const TokenLoads &loads, uint8_t *to) {
   const InternodeLlParams &p = d.call;
   if (is_fp4(p)) return stage_fp4_row(d, token, to);
   const auto *x = reinterpret_cast<const uint4 *>(d.x + static_cast<uint64_t>(token) * 2 * p.hidden);
-  if (p.format == DK_FORMAT_FP8) return stage_fp8_row(p, x, to);
-  for (int at = threadIdx.x; at < p.hidden / 8; at += kLlThreads) ptx::st_stream(to + 16 * at, x[at]);
+  if (p.format == DK_FORMAT_FP8) return stage_fp8_row(p, x, loads, to);
+  const int thread = static_cast<int>(threadIdx.x);
+  for (int at = thread; at < p.hidden / 8; at += kLlThreads)
+    ptx::st_stream(to + 16 * at, at == thread ? loads.a : at == thread + kLlThreads ? loads.b : x[at]);
 }
 
-__device__ inline void send_token(const InternodeLlDispatchParams &d, uint64_t epoch, int token, SendRoute *route) {
+// The route has been read. Where threads move the bytes, the row crosses before its header is known.
+__device__ inline void send_token(const InternodeLlDispatchParams &d, uint64_t epoch, int token,
+                                  const TokenLoads &loads, SendRoute *route) {
   const InternodeLlParams &p = d.call;
   const Session &s = p.session;
-  const int rank = s.team.rank;
-  if (warp_id() == 0) read_route(p, token, route);
-  uint8_t *stage = mine_at(p, row_at(p, epoch, rank, token));
-  stage_row(d, token, stage + p.at.header_bytes);
-  __syncthreads();
-  count_earlier_tokens(p, token, route);
-  __syncthreads();
+  const int rank = s.team.rank, num_ranks = route->num_ranks;
+  const uint64_t at = row_at(p, epoch, rank, token);
   const bool brings_weights = p.brings_weights();
-  if ((p.at.header_bytes != 0 || brings_weights) && static_cast<int>(threadIdx.x) < p.num_topk) {
+  const uint32_t header = p.at.header_bytes, end = p.at.weights_at, bytes = brings_weights ? p.at.row_bytes : end;
+  uint8_t *stage = mine_at(p, at);
+  stage_row(d, token, loads, stage + header);
+  __syncthreads();
+  const int warps = max(1, kLlWarps / max(num_ranks, 1));  // for each rank
+  for (int i = warp_id(); i < num_ranks * warps; i += kLlWarps) {
+    const int dest = route->rank[i / warps];
+    if (takes_stores(p, dest)) store_share(p, dest, at + header, stage + header, end - header, {i % warps, warps});
+  }
+  count_earlier_tokens(p, token, loads, route);
+  __syncthreads();
+  mark(kMarkRowOut, threadIdx.x == 0);
+  if ((header != 0 || brings_weights) && static_cast<int>(threadIdx.x) < p.num_topk) {
     const int expert = route->expert[threadIdx.x];
     reinterpret_cast<uint32_t *>(stage + entries_at(p))[threadIdx.x] =
         expert < 0 ? kNoEntry : static_cast<uint32_t>(expert) << 16 | route->before[0][threadIdx.x];
@@ -157,31 +225,48 @@ __device__ inline void send_token(const InternodeLlDispatchParams &d, uint64_t e
       reinterpret_cast<float *>(stage + entry_weights_at(p))[threadIdx.x] = route->weight[threadIdx.x];
   }
   __syncthreads();
-  for (int n = warp_id(); n < route->num_ranks; n += kLlWarps) {
+  for (int n = warp_id(); n < num_ranks; n += kLlWarps) {
     const int dest = route->rank[n], number = static_cast<int>(route->before[1][n]);
-    const uint64_t to = row_at(p, epoch, rank, dest == rank ? token : number);
-    deliver(p, dest, to, stage, brings_weights ? p.at.row_bytes : p.at.weights_at, row_word_at(p, epoch, rank, number),
-            signal_word(epoch, rank, static_cast<uint32_t>(token)));
-    if (lane_id() == 0) count_bytes(s, dest, dispatch_payload(p));
+    const Delivery delivery{
+        dest, bytes, at, row_word_at(p, epoch, rank, number), signal_word(epoch, rank, static_cast<uint32_t>(token)),
+        stage};
+    if (takes_stores(p, dest)) {
+      store_share(p, dest, at, stage, header, {0, 1});
+      store_share(p, dest, at + end, stage + end, bytes - end, {0, 1});
+    } else {
+      deliver_share(p, delivery, {0, 1});
+    }
+    __syncwarp();
+    if (lane_id() != 0) continue;
+    end_delivery(p, delivery);
+    count_bytes(s, dest, dispatch_payload(p));
+  }
+}
+
+// The counting block counts this rank's tokens for each expert and its rows for each rank. loads: if it has no token,
+// entries of the first ones. counts: shared, [E] and then [R].
+__device__ inline void count_tokens(const InternodeLlParams &p, const TokenLoads &loads, int32_t *counts) {
+  for (int i = threadIdx.x; i < p.num_experts + p.session.team.num_ranks; i += kLlThreads) counts[i] = 0;
+  __syncthreads();
+  for (int first = warp_id(); first < p.num_tokens; first += kIndices * kLlWarps) {
+    int entry[kIndices];
+#pragma unroll
+    for (int n = 0; n < kIndices; ++n) entry[n] = loads.named[n];
+    if (first != warp_id() || static_cast<int>(blockIdx.x) < p.num_tokens) load_entries(p, first, entry);
+#pragma unroll
+    for (int n = 0; n < kIndices; ++n) {
+      const int expert = entry[n], rank = expert < 0 ? -1 : expert / p.num_local;
+      const uint32_t below = (1u << lane_id()) - 1, same_expert = __match_any_sync(kAllLanes, expert),
+                     same_rank = __match_any_sync(kAllLanes, rank);
+      if (expert >= 0 && (same_expert & below) == 0) atomicAdd(&counts[expert], 1);
+      if (rank >= 0 && (same_rank & below) == 0) atomicAdd(&counts[p.num_experts + rank], 1);
+    }
   }
   __syncthreads();
 }
-
-// The control block sends each rank the number of rows for it and the number of tokens for each of its experts. counts:
-// shared, [E] and then [R].
-__device__ inline void send_token_counts(const InternodeLlParams &p, uint64_t epoch, int32_t *counts) {
+// The counting block sends them.
+__device__ inline void send_token_counts(const InternodeLlParams &p, uint64_t epoch, const int32_t *counts) {
   const TeamView &team = p.session.team;
-  const int lane = lane_id();
-  for (int i = threadIdx.x; i < p.num_experts + team.num_ranks; i += kLlThreads) counts[i] = 0;
-  __syncthreads();
-  for (int token = warp_id(); token < p.num_tokens; token += kLlWarps) {
-    const int expert = expert_of_lane(p, token), rank = expert < 0 ? -1 : expert / p.num_local;
-    const uint32_t below = (1u << lane) - 1, same_expert = __match_any_sync(kAllLanes, expert),
-                   same_rank = __match_any_sync(kAllLanes, rank);
-    if (expert >= 0 && (same_expert & below) == 0) atomicAdd(&counts[expert], 1);
-    if (rank >= 0 && (same_rank & below) == 0) atomicAdd(&counts[p.num_experts + rank], 1);
-  }
-  __syncthreads();
   const uint64_t out = p.at.counts_out[slot_of(epoch)];
   for (int i = threadIdx.x; i < p.num_experts; i += kLlThreads)
     mine_at<uint32_t>(p, out + static_cast<uint64_t>(i / p.num_local) * p.at.counts_bytes)[i % p.num_local] =
@@ -190,9 +275,10 @@ __device__ inline void send_token_counts(const InternodeLlParams &p, uint64_t ep
   for (int r = warp_id(); r < team.num_ranks; r += kLlWarps) {
     if (__any_sync(kAllLanes, is_masked(p.session, r))) continue;
     const uint32_t rows = static_cast<uint32_t>(counts[p.num_experts + r]);
-    deliver(p, r, p.at.counts_in[slot_of(epoch)] + static_cast<uint64_t>(team.rank) * p.at.counts_bytes,
-            mine_at(p, out + static_cast<uint64_t>(r) * p.at.counts_bytes), p.at.counts_bytes,
-            message_word_at(p, epoch, team.rank), signal_word(epoch, team.rank, rows));
+    deliver(
+        p, {r, p.at.counts_bytes, p.at.counts_in[slot_of(epoch)] + static_cast<uint64_t>(team.rank) * p.at.counts_bytes,
+            message_word_at(p, epoch, team.rank), signal_word(epoch, team.rank, rows),
+            mine_at(p, out + static_cast<uint64_t>(r) * p.at.counts_bytes)});
   }
   __syncthreads();
 }
@@ -205,10 +291,19 @@ struct SourceTables {  // shared
   int32_t *rows;       // [R]: rows that the source sends to this rank, as num_tokens_of() takes it
 };
 
-// Whole block: waits for the counts of all sources.
+// The first warp of each group takes rows, and all others read the counts meanwhile.
+constexpr int kTakers = kLlGroups * kWarp, kCounters = kLlThreads - kTakers;
+__device__ __forceinline__ bool takes_rows() { return threadIdx.x % kLlGroupThreads < kWarp; }
+__device__ __forceinline__ int counter_id() {
+  const int thread = static_cast<int>(threadIdx.x);
+  return thread - (thread / kLlGroupThreads + 1) * kWarp;
+}
+__device__ __forceinline__ void sync_counters() { ptx::barrier_among<kCounters>(1 + kLlGroups); }
+
+// By the counters: waits for the counts of all sources.
 __device__ inline void await_counts(const InternodeLlParams &p, uint64_t epoch, const SourceTables &tables) {
   const Session &s = p.session;
-  for (int r = threadIdx.x; r < s.team.num_ranks; r += kLlThreads) {
+  for (int r = counter_id(); r < s.team.num_ranks; r += kCounters) {
     uint64_t theirs = tables.calls[r], word = 0;
     bool here = theirs != 0 && wait_or_mask(s, r, epoch, [&](int64_t &seen) {
                   word = ptx::ld_acquire_sys(mine_at<uint64_t>(p, message_word_at(p, theirs, r)));
@@ -227,15 +322,15 @@ __device__ inline void await_counts(const InternodeLlParams &p, uint64_t epoch, 
     tables.rows[r] = here ? static_cast<int32_t>(min(signal_value(word), static_cast<uint32_t>(p.max_tokens))) : 0;
     tables.calls[r] = here ? theirs : 0;
   }
-  __syncthreads();
+  sync_counters();
 }
 
-// Whole block: reads the counts and turns them into first rows. Block b of G writes the outputs of experts b, b + G,
-// ...
+// By the counters: reads the counts and turns them into first rows. Block b of G writes the outputs of experts b,
+// b + G, ...
 __device__ inline void read_counts(const InternodeLlDispatchParams &d, const SourceTables &tables) {
   const InternodeLlParams &p = d.call;
   const int num_ranks = p.session.team.num_ranks;
-  for (int i = threadIdx.x; i < p.num_experts; i += kLlThreads) {
+  for (int i = counter_id(); i < p.num_experts; i += kCounters) {
     const int source = i / p.num_local;
     const uint64_t theirs = tables.calls[source];
     const auto *counts =
@@ -245,8 +340,8 @@ __device__ inline void read_counts(const InternodeLlDispatchParams &d, const Sou
     if (i % p.num_local == 0 && (count & kBringsWeights) != 0 && p.at.weights_at < p.at.row_bytes)
       tables.rows[source] |= kTableHasWeights;
   }
-  __syncthreads();
-  for (int l = threadIdx.x; l < p.num_local; l += kLlThreads) {
+  sync_counters();
+  for (int l = counter_id(); l < p.num_local; l += kCounters) {
     int64_t *range = p.layout_range + static_cast<int64_t>(l) * num_ranks;
     const bool mine = l % static_cast<int>(gridDim.x) == static_cast<int>(blockIdx.x);
     int first = 0;
@@ -260,7 +355,6 @@ __device__ inline void read_counts(const InternodeLlDispatchParams &d, const Sou
     d.recv_count[l] = first;
     if (d.cumulative_stats != nullptr) d.cumulative_stats[l] += first;
   }
-  __syncthreads();
 }
 
 struct RowPlaces {           // shared, of a group of threads: where a received row belongs
@@ -270,35 +364,56 @@ struct RowPlaces {           // shared, of a group of threads: where a received 
   int32_t count, token;
 };
 
-// By the first warp of a group: waits for row `number` of a source and lists its places; none if the source was lost.
-__device__ inline void await_row(const InternodeLlParams &p, uint64_t epoch, int source, int number,
-                                 const SourceTables &tables, RowPlaces *list) {
+struct TakenRow {  // of a lane: an entry of the header, and its weight
+  uint32_t entry, weight;
+  int32_t token;
+  bool came;  // false: the source was lost, or has no such row
+  const uint8_t *from;
+};
+
+// By a warp: waits for row `number` of a source's call `theirs`, and loads its header. Before the counts are known the
+// wait ends, too, with counts that say that there is no such row.
+__device__ inline TakenRow await_row(const InternodeLlParams &p, uint64_t epoch, uint64_t theirs, int source,
+                                     int number, bool known) {
   const Session &s = p.session;
-  const int lane = lane_id(), rank = s.team.rank;
-  const uint64_t theirs = tables.calls[source];
+  const int lane = lane_id();
   uint64_t word = 0;
   bool came = true;
   if (lane == 0) {
-    const auto *at = mine_at<uint64_t>(p, row_word_at(p, theirs, source, number));
+    const auto *at = mine_at<uint64_t>(p, row_word_at(p, theirs, source, number)),
+               *counts_at = mine_at<uint64_t>(p, message_word_at(p, theirs, source));
+    bool none = false;
     came = wait_or_mask(s, source, epoch, [&](int64_t &seen) {
+      const uint64_t counts = known ? 0 : ptx::ld_relaxed_sys(counts_at);
       word = ptx::ld_acquire_sys(at);
       seen = static_cast<int64_t>(word >> 32);
-      return is_from(word, theirs, source);
+      none = is_from(counts, theirs, source) && static_cast<int>(signal_value(counts)) <= number;
+      return none || is_from(word, theirs, source);
     });
     if (!came) s.team.scratch->late[source] = epoch;
+    came = came && !none;
   }
   word = __shfl_sync(kAllLanes, word, 0);
   came = __shfl_sync(kAllLanes, static_cast<int>(came), 0) != 0;
   const int token = static_cast<int>(signal_value(word));
-  const uint8_t *from = mine_at(p, row_at(p, theirs, source, source == rank ? min(token, p.max_tokens - 1) : number));
-  const bool has_weights = (tables.rows[source] & kTableHasWeights) != 0;
-  uint32_t entry = kNoEntry, weight = 0;
-  if (p.at.header_bytes == 0 && !has_weights)
-    entry = lane == 0 ? static_cast<uint32_t>(rank) << 16 : kNoEntry;
-  else if (came && lane < p.num_topk)
-    entry = ptx::ld_relaxed_sys(reinterpret_cast<const uint32_t *>(from + entries_at(p)) + lane);
-  if (has_weights && came && lane < p.num_topk)
-    weight = ptx::ld_relaxed_sys(reinterpret_cast<const uint32_t *>(from + entry_weights_at(p)) + lane);
+  const uint8_t *from = mine_at(p, row_at(p, theirs, source, min(token, p.max_tokens - 1)));
+  const bool room = p.at.weights_at < p.at.row_bytes;
+  TakenRow row{kNoEntry, 0, token, came, from};
+  if ((room || p.at.header_bytes != 0) && came && lane < p.num_topk)
+    row.entry = ptx::ld_relaxed_sys(reinterpret_cast<const uint32_t *>(from + entries_at(p)) + lane);
+  if (room && came && lane < p.num_topk)
+    row.weight = ptx::ld_relaxed_sys(reinterpret_cast<const uint32_t *>(from + entry_weights_at(p)) + lane);
+  return row;
+}
+
+// By the same warp, the first of a group: lists the row's places; none if the source was lost.
+__device__ inline void list_places(const InternodeLlParams &p, int table, int source, int number, const TakenRow &taken,
+                                   const SourceTables &tables, RowPlaces *list) {
+  const int lane = lane_id(), rank = p.session.team.rank;
+  const bool has_weights = (tables.rows[source] & kTableHasWeights) != 0, came = taken.came;
+  const uint32_t weight = has_weights ? taken.weight : 0;
+  uint32_t entry = taken.entry;
+  if (p.at.header_bytes == 0 && !has_weights) entry = lane == 0 ? static_cast<uint32_t>(rank) << 16 : kNoEntry;
   const int expert = static_cast<int>(entry >> 16) - rank * p.num_local,
             position = p.at.header_bytes == 0 ? number : static_cast<int>(entry & 0xffff);
   const bool row = came && entry != kNoEntry && expert >= 0 && expert < p.num_local && position < p.max_tokens;
@@ -309,11 +424,11 @@ __device__ inline void await_row(const InternodeLlParams &p, uint64_t epoch, int
     list->row[n] = expert * p.rows_per_expert() + within;
     list->scales[n] = scale_places(p).first(expert, within);
   }
-  keep_token(p, source, number, token, rows, {expert, position, weight});
+  keep_token(p, table, source, number, taken.token, rows, {expert, position, weight});
   if (lane == 0) {
     list->count = __popc(rows);
-    list->token = token;
-    list->from = from + p.at.header_bytes;
+    list->token = taken.token;
+    list->from = taken.from + p.at.header_bytes;
   }
 }
 
@@ -323,6 +438,17 @@ __device__ inline void spread_row(const InternodeLlDispatchParams &d, const RowP
   const InternodeLlParams &p = d.call;
   const int row_bytes = value_bytes(p), chunks = row_bytes / 16, count = list->count;
   const uint8_t *from = list->from;
+  const bool packed = (p.flags & DK_LL_UE8M0) != 0;
+  const auto *scales = reinterpret_cast<const uint32_t *>(from + row_bytes);
+  const int64_t num_scales = p.format == DK_FORMAT_BF16 ? 0 : stored_scales(p), step = scale_places(p).step;
+  const auto load_scale = [&](int64_t at) {
+    if (!packed) return ptx::ld_relaxed_sys(scales + at);
+    uint32_t value = 0;
+    for (int part = 0; part < 4; ++part)
+      value |= (ptx::ld_relaxed_sys(scales + 4 * at + part) >> 23 & 0xff) << (8 * part);
+    return value;
+  };
+  const uint32_t first_scale = thread < num_scales ? load_scale(thread) : 0;  // under way with the row's
   for (int first = thread; first < chunks; first += kLlGroupThreads * kUnroll) {
     uint4 data[kUnroll];
 #pragma unroll
@@ -337,29 +463,39 @@ __device__ inline void spread_row(const InternodeLlDispatchParams &d, const RowP
     }
   }
   for (int n = thread; n < count; n += kLlGroupThreads) p.src_info[list->row[n]] = list->token;
-  if (p.format == DK_FORMAT_BF16) return;
-  const bool packed = (p.flags & DK_LL_UE8M0) != 0;
-  const auto *scales = reinterpret_cast<const uint32_t *>(from + row_bytes);
-  const int64_t step = scale_places(p).step;
-  for (int64_t at = thread; at < stored_scales(p); at += kLlGroupThreads) {
-    uint32_t value = 0;
-    for (int part = 0; packed && part < 4; ++part)
-      value |= (ptx::ld_relaxed_sys(scales + 4 * at + part) >> 23 & 0xff) << (8 * part);
-    if (!packed) value = ptx::ld_relaxed_sys(scales + at);
+  for (int64_t at = thread; at < num_scales; at += kLlGroupThreads) {
+    const uint32_t value = at == thread ? first_scale : load_scale(at);
     for (int n = 0; n < count; ++n) d.recv_scales[list->scales[n] + at * step] = value;
   }
 }
 
-__device__ inline void receive_rows(const InternodeLlDispatchParams &d, uint64_t epoch, const SourceTables &tables,
-                                    RowPlaces *lists) {
+// Groups take the first row of their first source while the counters wait for the counts and read them. Not with
+// shrink: which call is the source's is not certain then.
+__device__ inline void receive_rows(const InternodeLlDispatchParams &d, uint64_t epoch, int table,
+                                    const SourceTables &tables, RowPlaces *lists) {
   const InternodeLlParams &p = d.call;
   const int group = static_cast<int>(threadIdx.x) / kLlGroupThreads,
-            thread = static_cast<int>(threadIdx.x) % kLlGroupThreads;
+            thread = static_cast<int>(threadIdx.x) % kLlGroupThreads, first = static_cast<int>(blockIdx.x);
   RowPlaces *list = lists + group;
-  for (int number = blockIdx.x; number < p.max_tokens; number += gridDim.x)
+  const bool early = !p.shrinks() && group < p.session.team.num_ranks && first < p.max_tokens;
+  TakenRow taken{};
+  if (!takes_rows()) {
+    await_counts(p, epoch, tables);
+    mark(kMarkKnown, counter_id() == 0);
+    read_counts(d, tables);
+  } else if (early) {
+    taken = await_row(p, epoch, epoch, group, first, false);
+  }
+  __syncthreads();
+  for (int number = first; number < p.max_tokens; number += gridDim.x)
     for (int source = group; source < p.session.team.num_ranks; source += kLlGroups) {
       if (number >= num_tokens_of(tables.rows[source])) continue;
-      if (thread < kWarp) await_row(p, epoch, source, number, tables, list);
+      if (thread < kWarp) {
+        if (!early || number != first || source != group)
+          taken = await_row(p, epoch, tables.calls[source], source, number, true);
+        list_places(p, table, source, number, taken, tables, list);
+      }
+      mark(kMarkLastHeader, thread == 0);
       ptx::barrier_among<kLlGroupThreads>(1 + group);
       if (list->count > 0) spread_row(d, list, thread);
       ptx::barrier_among<kLlGroupThreads>(1 + group);
@@ -380,32 +516,53 @@ __global__ void __launch_bounds__(kLlThreads, 1) dispatch(const __grid_constant_
   __shared__ SendRoute route;
   __shared__ RowPlaces lists[kLlGroups];
   const InternodeLlParams &p = d.call;
-  const uint64_t epoch = epoch_of_call(p);
+  begin_timeline();
+  const int first = static_cast<int>(blockIdx.x);
+  const TokenLoads loads = p.sends() ? load_token(d, first) : TokenLoads{};
+  const uint64_t epoch = epoch_of_call(p), number = p.state->num_received + 1;
   auto *base = reinterpret_cast<int32_t *>(calls + p.session.team.num_ranks);
   if (begin(p.session)) {
-    if (is_control_block()) post_low_latency(p, epoch, false);
+    if (p.sends() && is_counting_block(p)) count_tokens(p, loads, base);
+    if (is_control_block()) {
+      post_credits(p);
+      if (p.sends()) post_message(p, epoch, false);
+    }
+    if (p.sends() && is_last_warp() && first < p.num_tokens) read_route(p, loads, &route);
+    mark(kMarkBegun, threadIdx.x == 0);
     const bool good = !p.sends() || await_empty_slots(p, epoch, false);
+    mark(kMarkEmpty, threadIdx.x == 0);
     if (p.sends() && good) {
-      if (is_control_block()) send_token_counts(p, epoch, base);
-      for (int token = blockIdx.x; token < p.num_tokens; token += gridDim.x) send_token(d, epoch, token, &route);
+      if (is_counting_block(p)) {
+        send_token_counts(p, epoch, base);
+        mark(kMarkCounted, threadIdx.x == 0);
+      }
+      if (first < p.num_tokens) send_token(d, epoch, first, loads, &route);
+      for (int token = first + static_cast<int>(gridDim.x); token < p.num_tokens; token += gridDim.x) {
+        const TokenLoads more = load_token(d, token);
+        __syncthreads();  // the route of the token before has been used
+        if (is_last_warp()) read_route(p, more, &route);
+        __syncthreads();
+        send_token(d, epoch, token, more, &route);
+      }
+      mark(kMarkSent, threadIdx.x == 0);
     }
     if (is_control_block()) publish_newest_by_last_warp(p.session.team);  // while rows are in flight
     if (p.receives() && good) {
       find_source_calls(p, epoch, calls);
       if (is_control_block()) check_low_latency_peers(p, calls);
       const SourceTables tables{calls, base, base + p.num_experts};
-      await_counts(p, epoch, tables);
-      read_counts(d, tables);
-      receive_rows(d, epoch, tables, lists);
+      receive_rows(d, epoch, static_cast<int>(number % kTables), tables, lists);
+      mark(kMarkArrived, true);
       if (is_control_block()) await_callers_buffer(p, epoch);
     }
   }
   finish(p.session, [&](bool failed) {
     if (p.receives() && (failed || p.shrinks()))
       mend_outputs<kLlThreads>(p.session, epoch, outputs_of(p, d, p.num_local), failed);
-    if (p.receives()) keep_dispatch(p, epoch, base + p.num_experts, failed);
+    if (p.receives()) keep_dispatch(p, epoch, number, base + p.num_experts, failed);
     end_low_latency(p, epoch, calls, false, failed);
   });
+  end_timeline(0, epoch);
 }
 
 }  // namespace deep_ep::internode_ll

@@ -21,48 +21,56 @@ __device__ __forceinline__ bool is_logfmt(uint32_t kind) { return kind == kRowLo
 
 // ---- Which rows are summed ------------------------------------------------------------------------------------------
 
-// The table of the dispatch that made src_info, if it is the newest one of that memory and had this shape; -1: none.
-__device__ inline int find_table(const InternodeLlParams &p) {
-  const auto *received = p.state->received;
-  int found = -1;
-  for (int i = 0; i < kTables; ++i)
-    if (received[i].src_info == reinterpret_cast<uint64_t>(p.src_info) && received[i].src_info != 0 &&
-        (found < 0 || received[i].number > received[found].number))
-      found = i;
-  if (found < 0) return -1;
-  const ReceivedDispatch &it = received[found];
-  const bool fits = it.num_experts == p.num_experts && it.max_tokens == p.max_tokens && it.num_topk == p.num_topk;
-  return fits ? found : -1;
-}
-
-// Whether this rank's weights go to the experts' ranks: where some of them may wait for them.
-__device__ inline bool sends_weights(const InternodeLlParams &p) {
-  if (!p.sends() || p.shrinks()) return false;
-  bool known = find_table(p) >= 0;
-  for (int i = 0; i < kTables; ++i) known &= p.state->received[i].src_info == 0 || p.state->received[i].brought_weights;
-  return !known;
+// What a combine that sends knows of the dispatches before it.
+struct KnownTables {
+  int table;  // of the dispatch that made src_info, if it is the newest one of that memory and had this shape; -1: none
+  bool sends_weights;  // this rank's weights go to the experts' ranks: some of them may wait for them
+};
+__device__ inline KnownTables find_table(const InternodeLlParams &p) {
+  if (!p.sends()) return {-1, false};
+  ReceivedDispatch received[kTables];  // all loads are under way together
+#pragma unroll
+  for (int i = 0; i < kTables; ++i) received[i] = p.state->received[i];
+  KnownTables known{-1, false};
+  uint64_t newest = 0;
+  bool fits = false, brought = true;
+#pragma unroll
+  for (int i = 0; i < kTables; ++i) {
+    const ReceivedDispatch &it = received[i];
+    brought &= it.src_info == 0 || it.brought_weights != 0;
+    if (it.src_info != reinterpret_cast<uint64_t>(p.src_info) || it.src_info == 0 || it.number <= newest) continue;
+    known.table = i;
+    newest = it.number;
+    fits = it.num_experts == p.num_experts && it.max_tokens == p.max_tokens && it.num_topk == p.num_topk;
+  }
+  if (!fits) known.table = -1;
+  known.sends_weights = !p.shrinks() && (known.table < 0 || !brought);
+  return known;
 }
 
 // For each rank the number of tokens whose sums go there, with kTableHasWeights where their weights are known;
 // kApart: each row by itself.
 constexpr int32_t kApart = -1;
+// With zero copy the buffer of staged rows has the caller's rows, and no room for sums.
+__device__ inline bool may_sum(const InternodeLlParams &p, int table) {
+  return table >= 0 && (p.flags & (DK_LL_UNREDUCED | DK_LL_ZERO_COPY)) == 0;
+}
 // By the whole block, into shared memory: sums [R] and the first rows [L][R] of sources. Returns the greatest number of
 // sums.
 __device__ inline int plan_sums(const InternodeLlParams &p, int table, int32_t *sums, int32_t *first_row) {
   __shared__ int32_t most;
-  // With zero copy the buffer of staged rows has the caller's rows, and no room for sums.
-  const bool may_sum = table >= 0 && (p.flags & (DK_LL_UNREDUCED | DK_LL_ZERO_COPY)) == 0;
+  const bool sums_here = may_sum(p, table);
   if (threadIdx.x == 0) most = 0;
   __syncthreads();
   for (int r = threadIdx.x; r < p.session.team.num_ranks; r += kLlThreads) {
-    int32_t count = may_sum ? table_counts(p, table)[r] : kApart;
+    int32_t count = sums_here ? table_counts(p, table)[r] : kApart;
     if (count >= 0 && (count & kTableHasWeights) == 0 && (!p.receives() || p.shrinks())) count = kApart;
     sums[r] = count;
     if (count >= 0) atomicMax(&most, num_tokens_of(count));
   }
   // B rows from there on are the expert's, whatever the caller's tensor holds.
   const int64_t last = p.rows_per_expert() - p.max_tokens;
-  for (int i = threadIdx.x; may_sum && i < p.num_experts; i += kLlThreads)
+  for (int i = threadIdx.x; sums_here && i < p.num_experts; i += kLlThreads)
     first_row[i] = static_cast<int32_t>(min(max(p.layout_range[i] >> 32, int64_t{0}), last));
   __syncthreads();
   return most;
@@ -70,40 +78,55 @@ __device__ inline int plan_sums(const InternodeLlParams &p, int table, int32_t *
 
 // ---- Weights --------------------------------------------------------------------------------------------------------
 
-// By one thread: the weights of a token's entries at a rank, as that rank's table lists them.
-__device__ inline void stage_weights(const InternodeLlParams &p, int token, int dest, float *to) {
-  const int64_t first = static_cast<int64_t>(token) * p.num_topk;
-  const auto expert_at = [&](int k) { return static_cast<int>(load_index(p.topk_idx, first + k, p.index_bytes)); };
-  uint32_t n = 0;
-  for (int k = 0; k < p.num_topk; ++k) {
-    const int expert = expert_at(k);
-    if (static_cast<uint32_t>(expert - dest * p.num_local) >= static_cast<uint32_t>(p.num_local)) continue;
-    bool repeated = false;
-    float sum = p.topk_weights[first + k];
-    for (int j = 0; j < p.num_topk; ++j) {
-      if (j == k || expert_at(j) != expert) continue;
-      repeated |= j < k;
-      if (j > k) sum += p.topk_weights[first + j];
-    }
-    if (!repeated && n < p.at.max_entries) to[n++] = sum;
-  }
+// Blocks that send sums: all but the control block where the grid is not tiny, since what it waits for holds up no row.
+__device__ __forceinline__ int num_workers() {
+  constexpr int kTinyGrid = 32;
+  return static_cast<int>(gridDim.x) - (gridDim.x > kTinyGrid ? 1 : 0);
 }
 
-// Whole block; the last blocks have a rank each.
+// By a warp: the weights of a token's entries at a rank, as that rank's table lists them.
+__device__ inline void stage_weights(const InternodeLlParams &p, int64_t index, float weight, int dest, float *to) {
+  const int expert = static_cast<int>(index);
+  const uint32_t below = (1u << lane_id()) - 1, same = __match_any_sync(kAllLanes, expert);
+  const float sum = sum_of_same(p, expert, weight, same);
+  const bool mine =
+      static_cast<uint32_t>(expert - dest * p.num_local) < static_cast<uint32_t>(p.num_local) && (same & below) == 0;
+  const uint32_t n = __popc(__ballot_sync(kAllLanes, mine) & below);
+  if (mine && n < p.at.max_entries) to[n] = sum;
+}
+
+// Whole block; the last of those that send sums have a rank each.
 __device__ inline void send_weights(const InternodeLlParams &p, uint64_t epoch) {
+  constexpr int kTokens = 8;  // loads in flight together
   const TeamView &team = p.session.team;
-  const int slot = slot_of(epoch);
+  const int slot = slot_of(epoch), workers = num_workers();
   const uint32_t used = align_up<uint32_t>(4 * static_cast<uint32_t>(p.num_tokens) * p.at.max_entries, 16);
-  for (int i = static_cast<int>(gridDim.x - 1 - blockIdx.x); i < team.num_ranks; i += static_cast<int>(gridDim.x)) {
+  if (static_cast<int>(blockIdx.x) >= workers) return;
+  for (int i = workers - 1 - static_cast<int>(blockIdx.x); i < team.num_ranks; i += workers) {
     const int dest = (team.rank + i) % team.num_ranks;
     const uint64_t out = p.at.weights_out[slot] + static_cast<uint64_t>(dest) * p.at.weights_bytes,
                    in = p.at.weights_in[slot] + static_cast<uint64_t>(team.rank) * p.at.weights_bytes;
-    for (int token = threadIdx.x; token < p.num_tokens; token += kLlThreads)
-      stage_weights(p, token, dest, mine_at<float>(p, out) + static_cast<uint64_t>(token) * p.at.max_entries);
+    for (int first = warp_id(); first < p.num_tokens; first += kTokens * kLlWarps) {
+      int64_t index[kTokens];
+      float weight[kTokens];
+#pragma unroll
+      for (int n = 0; n < kTokens; ++n) {
+        index[n] = load_index_of_lane(p, first + n * kLlWarps);
+        weight[n] = load_weight_of_lane(p, first + n * kLlWarps);
+      }
+#pragma unroll
+      for (int n = 0; n < kTokens; ++n)
+        if (first + n * kLlWarps < p.num_tokens)
+          stage_weights(p, index[n], weight[n], dest,
+                        mine_at<float>(p, out) + static_cast<uint64_t>(first + n * kLlWarps) * p.at.max_entries);
+    }
     __syncthreads();
-    if (warp_id() == 0)
-      deliver(p, dest, in, mine_at(p, out), max(used, 16u), message_word_at(p, epoch, team.rank),
-              signal_word(epoch, team.rank, 0));
+    const Delivery delivery{
+        dest,           max(used, 16u), in, message_word_at(p, epoch, team.rank), signal_word(epoch, team.rank, 0),
+        mine_at(p, out)};
+    deliver_share(p, delivery, {warp_id(), kLlWarps});
+    __syncthreads();
+    if (threadIdx.x == 0) end_delivery(p, delivery);
   }
 }
 
@@ -129,13 +152,20 @@ __device__ inline bool await_weights(const InternodeLlParams &p, uint64_t epoch,
   return __shfl_sync(kAllLanes, static_cast<int>(here), 0) != 0;
 }
 
+struct SumWords {  // of the table, for a source's token: its head and the lane's entry
+  uint64_t head, entry;
+};
+__device__ __forceinline__ SumWords load_words(const InternodeLlParams &p, int table, int source, int number) {
+  const uint64_t *words = table_token(p, table, source, number);
+  return {words[0], lane_id() < static_cast<int>(p.at.max_entries) ? words[1 + lane_id()] : 0};
+}
+
 // By the first warp of a group: lists the rows of a source's token.
-__device__ inline void read_sum(const InternodeLlCombineParams &c, uint64_t epoch, int table, int source, int number,
+__device__ inline void read_sum(const InternodeLlCombineParams &c, uint64_t epoch, int source, const SumWords &words,
                                 bool has_weights, const int32_t *first_row, SumList *list) {
   const InternodeLlParams &p = c.call;
   const int lane = lane_id();
-  const uint64_t *words = table_token(p, table, source, number);
-  const uint64_t head = words[0], entry = lane < static_cast<int>(p.at.max_entries) ? words[1 + lane] : 0;
+  const uint64_t head = words.head, entry = words.entry;
   const int token = static_cast<int>(head & 0xffff), expert = static_cast<int>(entry >> 16 & 0xffff),
             position = static_cast<int>(entry & 0xffff);
   bool good = token < p.max_tokens && !is_masked(p.session, source);
@@ -290,27 +320,48 @@ __device__ inline void send_sum(const InternodeLlParams &p, uint64_t epoch, int 
     }
   }
   ptx::barrier_among<kLlGroupThreads>(1 + group);
-  if (thread >= kWarp) return;
-  deliver(p, dest, at, to, bytes, expert_word_at(p, epoch, expert, token), signal_word(epoch, team.rank, kind));
-  if (thread == 0) count_bytes(p.session, dest, 2ull * p.hidden);
+  mark(kMarkRowOut, thread == 0);
+  const Delivery delivery{dest, bytes, at, expert_word_at(p, epoch, expert, token), signal_word(epoch, team.rank, kind),
+                          to};
+  deliver_share(p, delivery, {thread / kWarp, kLlGroupThreads / kWarp});
+  ptx::barrier_among<kLlGroupThreads>(1 + group);
+  if (thread != 0) return;
+  end_delivery(p, delivery);
+  count_bytes(p.session, dest, 2ull * p.hidden);
 }
 
-// Groups take tokens in turn: the first one of each source, then the second ones. The control block has none where the
-// grid is not tiny: what it waits for holds up no row.
-__device__ inline void send_sums(const InternodeLlCombineParams &c, uint64_t epoch, int table, int most,
-                                 const int32_t *sums, const int32_t *first_row, SumList *lists) {
-  constexpr int kTinyGrid = 32;
+// Groups take tokens in turn: the first one of each source, then the second ones.
+struct SumTurn {
+  int number, dest;
+};
+__device__ __forceinline__ int first_turn() {
+  return static_cast<int>(threadIdx.x) / kLlGroupThreads * num_workers() + static_cast<int>(blockIdx.x);
+}
+__device__ __forceinline__ SumTurn turn_of(const InternodeLlParams &p, int i) {
+  const int num_ranks = p.session.team.num_ranks;
+  return {i / num_ranks, (i + p.session.team.rank) % num_ranks};
+}
+// What the first warp of a group loads for its first sum, before the block knows whether the slots are empty.
+__device__ __forceinline__ SumWords load_first_words(const InternodeLlParams &p, int table) {
+  const SumTurn turn = turn_of(p, first_turn());
+  const bool wanted = may_sum(p, table) && turn.number < p.max_tokens && threadIdx.x % kLlGroupThreads < kWarp;
+  return wanted ? load_words(p, table, turn.dest, turn.number) : SumWords{0, 0};
+}
+__device__ inline void send_sums(const InternodeLlCombineParams &c, uint64_t epoch, int table, const SumWords &first,
+                                 int most, const int32_t *sums, const int32_t *first_row, SumList *lists) {
   const InternodeLlParams &p = c.call;
   const int num_ranks = p.session.team.num_ranks, group = static_cast<int>(threadIdx.x) / kLlGroupThreads,
-            thread = static_cast<int>(threadIdx.x) % kLlGroupThreads;
-  const int workers = static_cast<int>(gridDim.x) - (gridDim.x > kTinyGrid ? 1 : 0);
+            thread = static_cast<int>(threadIdx.x) % kLlGroupThreads, workers = num_workers();
   if (static_cast<int>(blockIdx.x) >= workers) return;
   SumList *list = lists + group;
   const int stride = kLlGroups * workers;
-  for (int i = group * workers + static_cast<int>(blockIdx.x); i < most * num_ranks; i += stride) {
-    const int number = i / num_ranks, dest = (i + p.session.team.rank) % num_ranks;
+  for (int i = first_turn(); i < most * num_ranks; i += stride) {
+    const auto [number, dest] = turn_of(p, i);
     if (sums[dest] < 0 || number >= num_tokens_of(sums[dest])) continue;
-    if (thread < kWarp) read_sum(c, epoch, table, dest, number, (sums[dest] & kTableHasWeights) != 0, first_row, list);
+    if (thread < kWarp) {
+      const SumWords words = i == first_turn() ? first : load_words(p, table, dest, number);
+      read_sum(c, epoch, dest, words, (sums[dest] & kTableHasWeights) != 0, first_row, list);
+    }
     ptx::barrier_among<kLlGroupThreads>(1 + group);
     if (list->count > 0)
       send_sum(p, epoch, dest, static_cast<int64_t>(dest) * p.max_tokens + number, list, group, thread);

@@ -26,9 +26,9 @@ struct TableEntry {
   uint32_t weight;           // float
 };
 // By a warp of a dispatch: keeps the entries of the lanes in `rows`.
-__device__ inline void keep_token(const InternodeLlParams &p, int source, int number, int token, uint32_t rows,
-                                  const TableEntry &entry) {
-  const int lane = lane_id(), table = static_cast<int>((p.state->num_received + 1) % kTables);
+__device__ inline void keep_token(const InternodeLlParams &p, int table, int source, int number, int token,
+                                  uint32_t rows, const TableEntry &entry) {
+  const int lane = lane_id();
   uint64_t *words = table_token(p, table, source, number);
   const uint32_t n = __popc(rows & ((1u << lane) - 1));
   if (lane == 0) words[0] = static_cast<uint64_t>(__popc(rows)) << 32 | static_cast<uint32_t>(token);
@@ -38,14 +38,13 @@ __device__ inline void keep_token(const InternodeLlParams &p, int source, int nu
 }
 static_assert(kMaxLocalExperts <= 65536 && kMaxLowLatencyTokens <= 65536, "16 bits each");
 
-// By the last block of a dispatch that receives. rows: shared, [R]. Without failure a source's rows are all here, or
-// none.
-__device__ inline void keep_dispatch(const InternodeLlParams &p, uint64_t epoch, const int32_t *rows, bool failed) {
-  const uint64_t number = p.state->num_received + 1;
+// By the last block of a dispatch that receives, the `number`th. rows: shared, [R]. Without failure a source's rows are
+// all here, or none.
+__device__ inline void keep_dispatch(const InternodeLlParams &p, uint64_t epoch, uint64_t number, const int32_t *rows,
+                                     bool failed) {
   const int table = static_cast<int>(number % kTables);
   for (int r = threadIdx.x; r < p.session.team.num_ranks && !failed; r += kLlThreads)
     table_counts(p, table)[r] = p.session.team.scratch->late[r] == epoch ? 0 : rows[r];
-  __syncthreads();  // all threads have read the number
   if (threadIdx.x != 0) return;
   const int32_t brought = p.num_tokens == 0 || p.brings_weights() ? 1 : 0;
   p.state->received[table] = {

@@ -552,7 +552,7 @@ __global__ void __launch_bounds__(CombineRoles::kThreads, 1)
   extern __shared__ __align__(16) uint8_t shared[];
   const Session &s = p.c.session;
   const uint64_t epoch = ptx::ld_relaxed_gpu(&s.team.scratch->epoch) + 1;
-  begin_timeline();
+  begin_role_times();
   if (begin(s)) {
     Handshake hand =
         combine_handshake(p.c, epoch, load_matrix_entry(p.c.rank_prefix_matrix(), s.team.num_ranks, threadIdx.x));
@@ -567,7 +567,7 @@ __global__ void __launch_bounds__(CombineRoles::kThreads, 1)
         run_combine_roles(fixed, epoch, reinterpret_cast<const uint8_t **>(shared));
     }
   }
-  end_timeline(1);
+  end_role_times(1);
   finish(s, [&](bool failed) {
     if (failed) clear_combine_outputs(p.c);
     if (threadIdx.x == 0) s.team.scratch->epoch = epoch;

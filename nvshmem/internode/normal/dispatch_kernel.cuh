@@ -14,7 +14,7 @@ __global__ void __launch_bounds__(DispatchRoles::kThreads, 1)
   auto *there = reinterpret_cast<RowsThere *>(shared);  // [R]
   const Session &s = p.d.session;
   const uint64_t epoch = ptx::ld_relaxed_gpu(&s.team.scratch->epoch) + 1;
-  begin_timeline();
+  begin_role_times();
   if (begin(s)) {
     Handshake hand = dispatch_handshake(
         p.d, epoch, load_matrix_entry(p.d.rank_prefix_matrix(), s.team.num_ranks, threadIdx.x), load_wrong_counts(p.d));
@@ -29,7 +29,7 @@ __global__ void __launch_bounds__(DispatchRoles::kThreads, 1)
         run_dispatch_roles(p, epoch);
     }
   }
-  end_timeline(0);
+  end_role_times(0);
   finish(s, [&](bool failed) {
     if (failed) clear_dispatch_outputs(p.d);
     for (int r = threadIdx.x; r < s.team.num_ranks; r += blockDim.x) p.state->rows_taken[epoch % 2][r] = 0;

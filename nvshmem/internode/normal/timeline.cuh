@@ -63,13 +63,13 @@ struct InRole {
     atomicMax(&times.last, static_cast<unsigned long long>(end - block_times().begin));
   }
 };
-__device__ __forceinline__ void begin_timeline() {
+__device__ __forceinline__ void begin_role_times() {
   auto *words = reinterpret_cast<unsigned long long *>(block_times().roles);
   for (unsigned i = threadIdx.x; i < sizeof(BlockTimes::roles) / 8; i += blockDim.x) words[i] = 0;
   if (threadIdx.x == 0) block_times().begin = clock64();
   __syncthreads();
 }
-__device__ __forceinline__ void end_timeline(int op) {
+__device__ __forceinline__ void end_role_times(int op) {
   __syncthreads();
   if (threadIdx.x >= kNumRoles) return;
   const RoleTimes &mine = block_times().roles[threadIdx.x];
@@ -87,8 +87,8 @@ struct InPhase {
 struct InRole {
   __device__ InRole(Role, bool) {}
 };
-__device__ __forceinline__ void begin_timeline() {}
-__device__ __forceinline__ void end_timeline(int) {}
+__device__ __forceinline__ void begin_role_times() {}
+__device__ __forceinline__ void end_role_times(int) {}
 #endif
 
 }  // namespace deepep::internode

@@ -630,7 +630,7 @@ __global__ void __launch_bounds__(CombineRoles::kThreads, 1)
     combine_routed(const __grid_constant__ RoutedCombineParams p) {
   const Session &s = p.c.session;
   const uint64_t epoch = ptx::ld_relaxed_gpu(&s.team.scratch->epoch) + 1;
-  begin_timeline();
+  begin_role_times();
   if (begin(s)) {
     const Handshake hand =
         combine_handshake(p.c, epoch, load_matrix_entry(p.c.rank_prefix_matrix(), s.team.num_ranks, threadIdx.x));
@@ -641,7 +641,7 @@ __global__ void __launch_bounds__(CombineRoles::kThreads, 1)
       run_routed_combine<kExpand>(p, epoch);
     }
   }
-  end_timeline(1);
+  end_role_times(1);
   finish(s, [&](bool failed) {
     if (failed) clear_combine_outputs(p.c);
     if (threadIdx.x == 0) s.team.scratch->epoch = epoch;

@@ -218,7 +218,7 @@ template <bool kExpand>
 __device__ inline void dispatch_by_routing(const RoutedDispatchParams<kExpand> &p) {
   const Session &s = p.d.session;
   const uint64_t epoch = ptx::ld_relaxed_gpu(&s.team.scratch->epoch) + 1;
-  begin_timeline();
+  begin_role_times();
   if (begin(s)) {
     const Handshake hand = dispatch_handshake(
         p.d, epoch, load_matrix_entry(p.d.rank_prefix_matrix(), s.team.num_ranks, threadIdx.x), load_wrong_counts(p.d));
@@ -229,7 +229,7 @@ __device__ inline void dispatch_by_routing(const RoutedDispatchParams<kExpand> &
       run_routed_roles(p, epoch);
     }
   }
-  end_timeline(0);
+  end_role_times(0);
   finish(s, [&](bool failed) {
     if (failed && kExpand) clear_expanded_outputs(p.d);
     if (failed && !kExpand) clear_dispatch_outputs(p.d);
