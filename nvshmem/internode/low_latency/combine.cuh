@@ -20,7 +20,7 @@ __device__ inline int source_of_row(const InternodeLlParams &p, int local_expert
   return -1;
 }
 
-// By a warp. Inside the node it stores the row at the destination; for another node it stages the row where a NIC can
+// By a warp. Where threads move the bytes it copies the row to the destination; else it stages the row where a NIC can
 // read it, unless zero copy has it there already.
 __device__ inline void send_expert_row(const InternodeLlCombineParams &c, uint64_t epoch, int local_expert, int row,
                                        int dest, int token) {
@@ -36,7 +36,7 @@ __device__ inline void send_expert_row(const InternodeLlCombineParams &c, uint64
     bytes = encode_row(from, stage, p.hidden, coded);
     kind = kRowLogfmt;
     from = stage;
-  } else if ((p.flags & DK_LL_ZERO_COPY) == 0 && !uses_stores(p.session.team, dest)) {
+  } else if ((p.flags & DK_LL_ZERO_COPY) == 0 && !takes_stores(p, dest)) {
     copy_row(stage, from, bytes);
     __syncwarp();
     from = stage;
@@ -216,7 +216,9 @@ __global__ void __launch_bounds__(kLlThreads, 1) combine(const __grid_constant__
   const InternodeLlParams &p = c.call;
   begin_timeline();
   const uint64_t epoch = epoch_of_call(p);
+  const SlotLoads slots = p.sends() ? load_slots(p, epoch, true) : SlotLoads{};
   const KnownTables known = find_table(p);
+  const PlanLoads plan = load_plan(p, known.table);
   const SumWords first = load_first_words(p, known.table);
   auto *sums = reinterpret_cast<int32_t *>(calls + p.session.team.num_ranks),
        *first_row = sums + p.session.team.num_ranks;
@@ -226,8 +228,8 @@ __global__ void __launch_bounds__(kLlThreads, 1) combine(const __grid_constant__
       if (p.sends()) post_message(p, epoch, known.sends_weights);
     }
     mark(kMarkBegun, threadIdx.x == 0);
-    const int most = p.sends() ? plan_sums(p, known.table, sums, first_row) : 0;
-    const bool good = !p.sends() || await_empty_slots(p, epoch, true);
+    const int most = p.sends() ? plan_sums(p, known.table, plan, sums, first_row) : 0;
+    const bool good = !p.sends() || await_empty_slots(p, epoch, slots, true);
     mark(kMarkEmpty, threadIdx.x == 0);
     if (known.sends_weights && good) send_weights(p, epoch);
     if (p.sends() && good) send_rows(c, epoch, known.table, first, most, sums, first_row, shared.sums);

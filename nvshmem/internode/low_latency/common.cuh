@@ -230,11 +230,11 @@ static_assert(offsetof(HandshakeMessage, epoch) % 16 == 0, "copied in units of 1
 
 // ---- Waits that may mask a rank -------------------------------------------------------------------------------------
 
-// By one thread: waits until a rank has taken everything that this rank sent to it in a slot. False: the team has
-// failed. For this rank itself it does not wait: its receive half either ran before this kernel or comes after it.
-__device__ inline bool await_credit(const InternodeLlParams &p, int slot, int r) {
+// By one thread: waits until a rank has taken everything that this rank sent to it in a slot, the newest in call
+// `sent`. False: the team has failed. For this rank itself it does not wait: its receive half either ran before this
+// kernel or comes after it.
+__device__ inline bool await_credit(const InternodeLlParams &p, int slot, int r, uint64_t sent) {
   const Session &s = p.session;
-  const uint64_t sent = ptx::ld_relaxed_gpu(&s.team.scratch->sent[slot][r]);
   if (r == s.team.rank) {
     if (s.team.scratch->consumed[slot][r] >= sent) return true;
     report_failure(s, DK_EINVAL, r, DK_FIELD_OPERATION, kLowLatencySlots, kLowLatencySlots + 1, 0);
@@ -250,18 +250,38 @@ __device__ inline bool await_credit(const InternodeLlParams &p, int slot, int r)
          !has_failed(s);
 }
 
+__device__ __forceinline__ uint64_t last_sent(const InternodeLlParams &p, int slot, int r) {
+  return ptx::ld_relaxed_gpu(&p.session.team.scratch->sent[slot][r]);
+}
+
+// What a send half loads before its block knows whether the team has failed.
+struct SlotLoads {
+  uint64_t sent;  // of this thread's rank
+  uint64_t
+      stage_epoch;  // combine: the newest call that sent from the buffer, or, if that one had another shape, from any
+};
+__device__ __forceinline__ SlotLoads load_slots(const InternodeLlParams &p, uint64_t epoch, bool is_combine) {
+  const int r = static_cast<int>(threadIdx.x);
+  SlotLoads loads{};
+  if (r < p.session.team.num_ranks) loads.sent = last_sent(p, slot_of(epoch), r);
+  if (!is_combine) return loads;
+  const LowLatencyState &state = *p.state;
+  const uint64_t bytes = state.stage_bytes, first = state.stage_epoch[0], second = state.stage_epoch[1];
+  loads.stage_epoch = bytes != p.at.stage_bytes ? max(first, second) : p.stage == 0 ? first : second;
+  return loads;
+}
+
 // Whole block of a send half: waits until the slot is free at every rank and no put reads the buffer that this call
 // sends from. A combine also waits for the call before it if that one sent from the same buffer (a graph with an odd
 // number of combines is replayed) or had another shape.
-__device__ inline bool await_empty_slots(const InternodeLlParams &p, uint64_t epoch, bool is_combine) {
-  const LowLatencyState &state = *p.state;
-  const uint64_t newest = state.stage_bytes == p.at.stage_bytes ? state.stage_epoch[p.stage]
-                                                                : max(state.stage_epoch[0], state.stage_epoch[1]);
-  const bool both = is_combine && newest + 1 == epoch;
+__device__ inline bool await_empty_slots(const InternodeLlParams &p, uint64_t epoch, const SlotLoads &loads,
+                                         bool is_combine) {
+  const int slot = slot_of(epoch), other = slot_of(epoch + 1);
+  const bool both = is_combine && loads.stage_epoch + 1 == epoch;
   bool good = true;
   for (int r = threadIdx.x; good && r < p.session.team.num_ranks; r += kLlThreads) {
-    good = await_credit(p, slot_of(epoch), r);
-    if (both && good) good = await_credit(p, slot_of(epoch + 1), r);
+    good = await_credit(p, slot, r, r == static_cast<int>(threadIdx.x) ? loads.sent : last_sent(p, slot, r));
+    if (both && good) good = await_credit(p, other, r, last_sent(p, other, r));
   }
   return __syncthreads_or(!good) == 0;
 }
@@ -277,7 +297,7 @@ __device__ inline void await_callers_buffer(const InternodeLlParams &p, uint64_t
   if (before == 0 || p.state->combine_sent[slot] != before || s.team.scratch->consumed[slot][s.team.rank] < before)
     return;
   for (int r = threadIdx.x; r < s.team.num_ranks; r += kLlThreads)
-    if (!await_credit(p, slot, r)) return;
+    if (!await_credit(p, slot, r, last_sent(p, slot, r))) return;
 }
 
 // ---- The call of each source that belongs to this one ---------------------------------------------------------------

@@ -520,6 +520,7 @@ __global__ void __launch_bounds__(kLlThreads, 1) dispatch(const __grid_constant_
   const int first = static_cast<int>(blockIdx.x);
   const TokenLoads loads = p.sends() ? load_token(d, first) : TokenLoads{};
   const uint64_t epoch = epoch_of_call(p), number = p.state->num_received + 1;
+  const SlotLoads slots = p.sends() ? load_slots(p, epoch, false) : SlotLoads{};
   auto *base = reinterpret_cast<int32_t *>(calls + p.session.team.num_ranks);
   if (begin(p.session)) {
     if (p.sends() && is_counting_block(p)) count_tokens(p, loads, base);
@@ -529,7 +530,7 @@ __global__ void __launch_bounds__(kLlThreads, 1) dispatch(const __grid_constant_
     }
     if (p.sends() && is_last_warp() && first < p.num_tokens) read_route(p, loads, &route);
     mark(kMarkBegun, threadIdx.x == 0);
-    const bool good = !p.sends() || await_empty_slots(p, epoch, false);
+    const bool good = !p.sends() || await_empty_slots(p, epoch, slots, false);
     mark(kMarkEmpty, threadIdx.x == 0);
     if (p.sends() && good) {
       if (is_counting_block(p)) {

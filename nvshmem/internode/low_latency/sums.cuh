@@ -55,15 +55,29 @@ constexpr int32_t kApart = -1;
 __device__ inline bool may_sum(const InternodeLlParams &p, int table) {
   return table >= 0 && (p.flags & (DK_LL_UNREDUCED | DK_LL_ZERO_COPY)) == 0;
 }
+// What a thread loads of the plan before the block knows whether the team has failed.
+struct PlanLoads {
+  int32_t count;  // of the table, for this thread's rank
+  int64_t range;  // this thread's word of layout_range
+};
+__device__ __forceinline__ PlanLoads load_plan(const InternodeLlParams &p, int table) {
+  const int thread = static_cast<int>(threadIdx.x);
+  const bool wanted = may_sum(p, table);
+  return {wanted && thread < p.session.team.num_ranks ? table_counts(p, table)[thread] : 0,
+          wanted && thread < p.num_experts ? p.layout_range[thread] : 0};
+}
+
 // By the whole block, into shared memory: sums [R] and the first rows [L][R] of sources. Returns the greatest number of
 // sums.
-__device__ inline int plan_sums(const InternodeLlParams &p, int table, int32_t *sums, int32_t *first_row) {
+__device__ inline int plan_sums(const InternodeLlParams &p, int table, const PlanLoads &loads, int32_t *sums,
+                                int32_t *first_row) {
+  const int thread = static_cast<int>(threadIdx.x);
   __shared__ int32_t most;
   const bool sums_here = may_sum(p, table);
   if (threadIdx.x == 0) most = 0;
   __syncthreads();
   for (int r = threadIdx.x; r < p.session.team.num_ranks; r += kLlThreads) {
-    int32_t count = sums_here ? table_counts(p, table)[r] : kApart;
+    int32_t count = !sums_here ? kApart : r == thread ? loads.count : table_counts(p, table)[r];
     if (count >= 0 && (count & kTableHasWeights) == 0 && (!p.receives() || p.shrinks())) count = kApart;
     sums[r] = count;
     if (count >= 0) atomicMax(&most, num_tokens_of(count));
@@ -71,7 +85,8 @@ __device__ inline int plan_sums(const InternodeLlParams &p, int table, int32_t *
   // B rows from there on are the expert's, whatever the caller's tensor holds.
   const int64_t last = p.rows_per_expert() - p.max_tokens;
   for (int i = threadIdx.x; sums_here && i < p.num_experts; i += kLlThreads)
-    first_row[i] = static_cast<int32_t>(min(max(p.layout_range[i] >> 32, int64_t{0}), last));
+    first_row[i] =
+        static_cast<int32_t>(min(max((i == thread ? loads.range : p.layout_range[i]) >> 32, int64_t{0}), last));
   __syncthreads();
   return most;
 }
