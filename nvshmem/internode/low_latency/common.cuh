@@ -143,32 +143,30 @@ struct Share {  // of the warps that deliver a message together
   int number, of;
 };
 
-// Whether the threads that send move the bytes to a rank, in as many parts as they like.
+// Whether the threads that send move the bytes to a rank.
 __device__ inline bool takes_stores(const InternodeLlParams &p, int rank) {
   return p.puts_are_stores || uses_stores(p.session.team, rank);
 }
-// By a warp, to such a rank: its share of some bytes. Not inlined: a caller would have to spill what it holds in
-// registers around each call of NVSHMEM's functions.
-__device__ __noinline__ inline void store_share(const InternodeLlParams &p, int rank, uint64_t to, const uint8_t *from,
-                                                uint32_t bytes, Share share) {
-  const TeamView &team = p.session.team;
-  const uint32_t part = ceil_div(bytes, 16u * share.of) * 16, first = min(bytes, share.number * part),
-                 mine = min(part, bytes - first);
-  if (mine == 0) return;
-  if (!uses_stores(team, rank))
-    store_by_warp(team.self + to + first, from + first, mine, rank);
-  else if (team.peers[rank] + to != from)
-    copy_row(team.peers[rank] + to + first, from + first, mine);
-}
 // By a warp: its share of the bytes, or by the first one all of a put that a NIC serves, with the word. After a barrier
-// among these warps one thread calls end_delivery.
+// among these warps one thread calls end_delivery. Not inlined: a caller would have to spill what it holds in registers
+// around each call of NVSHMEM's functions.
 __device__ __noinline__ inline void deliver_share(const InternodeLlParams &p, const Delivery &d, Share share) {
   const TeamView &team = p.session.team;
-  if (takes_stores(p, d.rank))
-    store_share(p, d.rank, d.to, d.from, d.bytes, share);
-  else if (share.number == 0)
-    put_by_warp(team.self + d.to, d.from, d.bytes, reinterpret_cast<uint64_t *>(team.self + d.word_at), d.word, d.rank);
+  if (!takes_stores(p, d.rank)) {
+    if (share.number == 0)
+      put_by_warp(team.self + d.to, d.from, d.bytes, reinterpret_cast<uint64_t *>(team.self + d.word_at), d.word,
+                  d.rank);
+    return;
+  }
+  const uint32_t part = ceil_div(d.bytes, 16u * share.of) * 16, first = min(d.bytes, share.number * part),
+                 bytes = min(part, d.bytes - first);
+  if (bytes == 0) return;
+  if (!uses_stores(team, d.rank))
+    store_by_warp(team.self + d.to + first, d.from + first, bytes, d.rank);
+  else if (team.peers[d.rank] + d.to != d.from)
+    copy_row(team.peers[d.rank] + d.to + first, d.from + first, bytes);
 }
+// By one thread: the word, after all that the warps have written. Nothing is left to do for a NIC.
 __device__ __noinline__ inline void end_delivery(const InternodeLlParams &p, const Delivery &d) {
   const TeamView &team = p.session.team;
   if (uses_stores(team, d.rank))
@@ -256,14 +254,19 @@ __device__ __forceinline__ uint64_t last_sent(const InternodeLlParams &p, int sl
 
 // What a send half loads before its block knows whether the team has failed.
 struct SlotLoads {
-  uint64_t sent;  // of this thread's rank
-  uint64_t
-      stage_epoch;  // combine: the newest call that sent from the buffer, or, if that one had another shape, from any
+  uint64_t sent, taken;  // of this thread's rank, as await_credit() compares them
+  uint64_t stage_epoch;  // combine: the newest call that sent from this buffer; from any, if that had another shape
 };
 __device__ __forceinline__ SlotLoads load_slots(const InternodeLlParams &p, uint64_t epoch, bool is_combine) {
   const int r = static_cast<int>(threadIdx.x);
   SlotLoads loads{};
-  if (r < p.session.team.num_ranks) loads.sent = last_sent(p, slot_of(epoch), r);
+  const TeamView &team = p.session.team;
+  const int slot = slot_of(epoch);
+  if (r < team.num_ranks) {
+    loads.sent = last_sent(p, slot, r);
+    loads.taken = r == team.rank ? ptx::ld_relaxed_gpu(&team.scratch->consumed[slot][r])
+                                 : ptx::ld_acquire_sys(mine_at<uint64_t>(p, credit_at(team, slot, r)));
+  }
   if (!is_combine) return loads;
   const LowLatencyState &state = *p.state;
   const uint64_t bytes = state.stage_bytes, first = state.stage_epoch[0], second = state.stage_epoch[1];
@@ -280,7 +283,8 @@ __device__ inline bool await_empty_slots(const InternodeLlParams &p, uint64_t ep
   const bool both = is_combine && loads.stage_epoch + 1 == epoch;
   bool good = true;
   for (int r = threadIdx.x; good && r < p.session.team.num_ranks; r += kLlThreads) {
-    good = await_credit(p, slot, r, r == static_cast<int>(threadIdx.x) ? loads.sent : last_sent(p, slot, r));
+    const bool early = r == static_cast<int>(threadIdx.x);
+    if (!early || loads.taken < loads.sent) good = await_credit(p, slot, r, early ? loads.sent : last_sent(p, slot, r));
     if (both && good) good = await_credit(p, other, r, last_sent(p, other, r));
   }
   return __syncthreads_or(!good) == 0;

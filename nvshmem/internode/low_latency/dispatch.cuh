@@ -197,49 +197,46 @@ __device__ inline void stage_row(const InternodeLlDispatchParams &d, int token, 
     ptx::st_stream(to + 16 * at, at == thread ? loads.a : at == thread + kLlThreads ? loads.b : x[at]);
 }
 
-// The route has been read. Where threads move the bytes, the row crosses before its header is known.
+// Whole block: the token's route, with the numbers of earlier tokens.
+__device__ inline void find_route(const InternodeLlParams &p, int token, const TokenLoads &loads, SendRoute *route) {
+  if (is_last_warp()) read_route(p, loads, route);
+  __syncthreads();
+  count_earlier_tokens(p, token, loads, route);
+}
+
+// Whole block, after find_route and a barrier.
 __device__ inline void send_token(const InternodeLlDispatchParams &d, uint64_t epoch, int token,
                                   const TokenLoads &loads, SendRoute *route) {
   const InternodeLlParams &p = d.call;
   const Session &s = p.session;
-  const int rank = s.team.rank, num_ranks = route->num_ranks;
+  const int rank = s.team.rank, lane = lane_id(), num_ranks = route->num_ranks;
   const uint64_t at = row_at(p, epoch, rank, token);
   const bool brings_weights = p.brings_weights();
-  const uint32_t header = p.at.header_bytes, end = p.at.weights_at, bytes = brings_weights ? p.at.row_bytes : end;
   uint8_t *stage = mine_at(p, at);
-  stage_row(d, token, loads, stage + header);
-  __syncthreads();
-  const int warps = max(1, kLlWarps / max(num_ranks, 1));  // for each rank
-  for (int i = warp_id(); i < num_ranks * warps; i += kLlWarps) {
-    const int dest = route->rank[i / warps];
-    if (takes_stores(p, dest)) store_share(p, dest, at + header, stage + header, end - header, {i % warps, warps});
+  stage_row(d, token, loads, stage + p.at.header_bytes);
+  if (is_last_warp() && lane < p.num_topk && (p.at.header_bytes != 0 || brings_weights)) {
+    const int expert = route->expert[lane];
+    reinterpret_cast<uint32_t *>(stage + entries_at(p))[lane] =
+        expert < 0 ? kNoEntry : static_cast<uint32_t>(expert) << 16 | route->before[0][lane];
+    if (brings_weights) reinterpret_cast<float *>(stage + entry_weights_at(p))[lane] = route->weight[lane];
   }
-  count_earlier_tokens(p, token, loads, route);
   __syncthreads();
   mark(kMarkRowOut, threadIdx.x == 0);
-  if ((header != 0 || brings_weights) && static_cast<int>(threadIdx.x) < p.num_topk) {
-    const int expert = route->expert[threadIdx.x];
-    reinterpret_cast<uint32_t *>(stage + entries_at(p))[threadIdx.x] =
-        expert < 0 ? kNoEntry : static_cast<uint32_t>(expert) << 16 | route->before[0][threadIdx.x];
-    if (brings_weights)
-      reinterpret_cast<float *>(stage + entry_weights_at(p))[threadIdx.x] = route->weight[threadIdx.x];
-  }
+  const auto delivery = [&](int n) -> Delivery {
+    return {route->rank[n],
+            brings_weights ? p.at.row_bytes : p.at.weights_at,
+            at,
+            row_word_at(p, epoch, rank, static_cast<int>(route->before[1][n])),
+            signal_word(epoch, rank, static_cast<uint32_t>(token)),
+            stage};
+  };
+  const int warps = max(1, kLlWarps / max(num_ranks, 1));  // for each rank
+  for (int i = warp_id(); i < num_ranks * warps; i += kLlWarps)
+    deliver_share(p, delivery(i / warps), {i % warps, warps});
   __syncthreads();
-  for (int n = warp_id(); n < num_ranks; n += kLlWarps) {
-    const int dest = route->rank[n], number = static_cast<int>(route->before[1][n]);
-    const Delivery delivery{
-        dest, bytes, at, row_word_at(p, epoch, rank, number), signal_word(epoch, rank, static_cast<uint32_t>(token)),
-        stage};
-    if (takes_stores(p, dest)) {
-      store_share(p, dest, at, stage, header, {0, 1});
-      store_share(p, dest, at + end, stage + end, bytes - end, {0, 1});
-    } else {
-      deliver_share(p, delivery, {0, 1});
-    }
-    __syncwarp();
-    if (lane_id() != 0) continue;
-    end_delivery(p, delivery);
-    count_bytes(s, dest, dispatch_payload(p));
+  for (int n = warp_id(); n < num_ranks && lane == 0; n += kLlWarps) {
+    end_delivery(p, delivery(n));
+    count_bytes(s, route->rank[n], dispatch_payload(p));
   }
 }
 
@@ -528,7 +525,7 @@ __global__ void __launch_bounds__(kLlThreads, 1) dispatch(const __grid_constant_
       post_credits(p);
       if (p.sends()) post_message(p, epoch, false);
     }
-    if (p.sends() && is_last_warp() && first < p.num_tokens) read_route(p, loads, &route);
+    if (p.sends() && first < p.num_tokens) find_route(p, first, loads, &route);
     mark(kMarkBegun, threadIdx.x == 0);
     const bool good = !p.sends() || await_empty_slots(p, epoch, slots, false);
     mark(kMarkEmpty, threadIdx.x == 0);
@@ -541,7 +538,7 @@ __global__ void __launch_bounds__(kLlThreads, 1) dispatch(const __grid_constant_
       for (int token = first + static_cast<int>(gridDim.x); token < p.num_tokens; token += gridDim.x) {
         const TokenLoads more = load_token(d, token);
         __syncthreads();  // the route of the token before has been used
-        if (is_last_warp()) read_route(p, more, &route);
+        find_route(p, token, more, &route);
         __syncthreads();
         send_token(d, epoch, token, more, &route);
       }
