@@ -4,6 +4,7 @@
     .venv/bin/python bench/startup.py --engine cuda --json build/startup.json
     .venv/bin/python bench/startup.py --lives 3 --modes normal --variants plain "warm-up, no shape"
     .venv/bin/python bench/startup.py --markdown docs/startup.md --picture docs/pictures/startup.svg
+    DEEPEP_NUM_MAX_NVL_PEERS=2 .venv/bin/python bench/startup.py --engine cuda     # between nodes, as a setting
 
 A life: the ranks' processes start, import torch, make a group and a buffer, prepare it as the variant says, and then
 time 20 calls, each after a barrier. A call's time is the slowest rank's. Steady = median of calls 6 to 20. The table
@@ -93,7 +94,10 @@ def sizes(case: Case, low_latency: bool) -> dict[str, int]:
         hint = deep_ep.Buffer.get_low_latency_rdma_size_hint(case.tokens, case.hidden, case.ranks, EXPERTS)
         return {"num_rdma_bytes": hint}
     config = deep_ep.Buffer.get_dispatch_config(case.ranks)
-    return {"num_nvl_bytes": config.get_nvl_buffer_size_hint(case.hidden * 2, case.ranks)}
+    return {
+        "num_nvl_bytes": config.get_nvl_buffer_size_hint(case.hidden * 2, case.ranks),
+        "num_rdma_bytes": config.get_rdma_buffer_size_hint(case.hidden * 2, case.ranks),
+    }
 
 
 def run_rank(rank: int, options: argparse.Namespace, low_latency: bool, name: str, folder: str) -> None:
