@@ -127,7 +127,7 @@ done: nodes ranks=4 nodes=2 devices=4 tokens=4096 hidden=7168
 			t.Errorf("%+v: %v %+v", m, err, p)
 		}
 	}
-	if fitted != 2 || file.Kernels["dispatch between nodes"].StreamRowUS == old.Kernels["dispatch between nodes"].StreamRowUS {
+	if fitted != 2 || file.Kernels["dispatch between nodes"].SMGBs == old.Kernels["dispatch between nodes"].SMGBs {
 		t.Errorf("%d measurements, %v", fitted, file.Kernels["dispatch between nodes"])
 	}
 	if file.Kernels["combine"].String() != old.Kernels["combine"].String() || !strings.HasPrefix(file.Source, "a run; ") {

@@ -38,8 +38,7 @@ struct SendRoute {                    // shared: of the token that a block sends
 constexpr int kIndices = 8;  // loads in flight together
 struct TokenLoads {
   uint4 a, b;           // what this thread stages first: 32 bytes of x for FP8, two chunks kLlThreads apart of BF16
-  int named[kIndices];  // of the earlier token of this thread, its first experts; the of the counting block see
-                        // count_tokens
+  int named[kIndices];  // of the earlier token of this thread, its first experts; the counting block's: load_entries
   int64_t index;        // the last warp's, of the token itself
   float weight;
 };

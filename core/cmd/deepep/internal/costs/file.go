@@ -19,9 +19,10 @@ type Kernel struct {
 	RowUS        float64 `json:"row_us,omitempty"`        // of a row on one SM (low latency: on the whole GPU)
 	RowLeastUS   float64 `json:"row_least_us,omitempty"`  // of a row on one SM, however short it is
 	SMGBs        float64 `json:"sm_gb_s,omitempty"`       // at which one SM copies rows or adds them
-	StreamRowUS  float64 `json:"stream_row_us,omitempty"` // of a row in its stream: the put, its signal, fences
-	StreamGBs    float64 `json:"stream_gb_s,omitempty"`   // at which one stream copies rows
-	Streams      float64 `json:"streams,omitempty"`       // toward each other node: channels, a queue pair each
+	Senders      float64 `json:"senders,omitempty"`       // warps of an SM that send streams to other nodes; see streams
+	StreamRowUS  float64 `json:"stream_row_us,omitempty"` // of a row in its stream, on its warp: slot, signal, fences
+	StreamGBs    float64 `json:"stream_gb_s,omitempty"`   // at which such a warp stages rows or adds them
+	PutGBs       float64 `json:"put_gb_s,omitempty"`      // at which it puts them where the network is NVLink; a NIC moves the bytes itself
 	SignalUS     float64 `json:"signal_us,omitempty"`     // of a message of counts to one peer
 	MetadataByte float64 `json:"metadata_bytes,omitempty"`
 
@@ -171,8 +172,8 @@ func (k *Kernel) check(name string) error {
 	if k.SMGBs == 0 {
 		return status.InvalidArg("costs: "+name+": sm_gb_s", k.SMGBs, "above 0")
 	}
-	if k.Streams > 0 && k.StreamGBs == 0 {
-		return status.InvalidArg("costs: "+name+": stream_gb_s", k.StreamGBs, "above 0 where there are streams")
+	if k.Senders > 0 && (k.StreamGBs == 0 || k.PutGBs == 0) {
+		return status.InvalidArg("costs: "+name+": stream_gb_s, put_gb_s", fmt.Sprint(k.StreamGBs, ", ", k.PutGBs), "above 0 where there are senders")
 	}
 	for _, fitted := range k.Fitted {
 		if !slices.ContainsFunc(knobs, func(n knob) bool { return n.name == fitted }) {

@@ -19,7 +19,8 @@ var knobs = []knob{
 	{"sm_gb_s", func(k *Kernel) *float64 { return &k.SMGBs }},
 	{"stream_row_us", func(k *Kernel) *float64 { return &k.StreamRowUS }},
 	{"stream_gb_s", func(k *Kernel) *float64 { return &k.StreamGBs }},
-	{"streams", func(k *Kernel) *float64 { return &k.Streams }},
+	{"put_gb_s", func(k *Kernel) *float64 { return &k.PutGBs }},
+	{"senders", func(k *Kernel) *float64 { return &k.Senders }},
 	{"signal_us", func(k *Kernel) *float64 { return &k.SignalUS }},
 	{"metadata_bytes", func(k *Kernel) *float64 { return &k.MetadataByte }},
 }

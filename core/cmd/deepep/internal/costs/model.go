@@ -2,6 +2,7 @@ package costs
 
 import (
 	"fmt"
+	"math"
 	"slices"
 	"strings"
 	"sync"
@@ -53,11 +54,11 @@ func (p *Prediction) Limit(name string) float64 {
 
 // Names of limits.
 const (
-	NIC, NVLink, Memory, SMs, QueuePairs = "NIC", "NVLink", "memory", "SMs", "queue pairs"
+	NIC, NVLink, Memory, SMs, Streams, QueuePairs = "NIC", "NVLink", "memory", "SMs", "streams", "queue pairs"
 )
 
 // Limits are the names in the order of tables.
-var Limits = []string{NIC, NVLink, SMs, QueuePairs, Memory}
+var Limits = []string{NIC, NVLink, SMs, Streams, QueuePairs, Memory}
 
 var operations = map[string]nicsim.Operation{
 	Operations[0]: nicsim.Dispatch, Operations[1]: nicsim.Combine, Operations[2]: nicsim.LowLatencyDispatch, Operations[3]: nicsim.LowLatencyCombine,
@@ -151,14 +152,23 @@ func (f *File) Predict(c Call, m Machine) (Prediction, error) {
 
 // work is what a rank does in a call.
 type work struct {
-	bytes     float64 // of a row
-	wire      float64 // of a row with its metadata
-	farRows   float64 // that cross the network
-	nearRows  float64 // that cross NVLink
-	handled   float64 // rows that the SMs stage, forward, read or add
-	touched   float64 // bytes of memory read and written
-	perQueue  float64 // rows in turn on one queue pair
-	perStream float64 // rows in turn in one stream: a channel's, toward one other node
+	bytes    float64 // of a row
+	wire     float64 // of a row with its metadata
+	farRows  float64 // that cross the network
+	nearRows float64 // that cross NVLink
+	handled  float64 // rows that the SMs stage, forward, read or add
+	touched  float64 // bytes of memory read and written
+	perQueue float64 // rows in turn on one queue pair
+	perWarp  float64 // rows in turn on one warp that sends streams
+}
+
+// streams are those of a call between nodes, as nvshmem/internode/normal/rings.h has them: the warps that send have one each, or so many that
+// there are fewest toward each other node. channels: toward each of them.
+func (k *Kernel) streams(sms, others int) (perWarp, channels float64) {
+	const fewest, most = 60, 256
+	warps := max(1, k.Senders*float64(sms))
+	perWarp = math.Ceil(fewest * float64(others) / warps)
+	return perWarp, max(1, min(most, math.Floor(warps*perWarp/float64(others))))
 }
 
 func workOf(c *Call, k *Kernel, n nicsim.Counts, nodes int) work {
@@ -169,8 +179,7 @@ func workOf(c *Call, k *Kernel, n nicsim.Counts, nodes int) work {
 		qps = plan.DefaultQueuePairs
 	}
 	switch {
-	case c.lowLatency() && c.combine() && (nodes > 1 || c.Unreduced):
-		// A row for each expert crosses; sums at the experts' rank are made on one node alone.
+	case c.lowLatency() && c.combine() && c.Unreduced: // a row for each expert crosses
 		w.farRows, w.nearRows, w.handled = n.FarExperts, n.NearExperts, n.ExpertRows
 		w.perQueue = n.FarExperts / (qps * float64(max(1, c.Ranks-c.RanksPerNode)))
 		w.touched = 2 * n.ExpertRows * w.bytes
@@ -182,11 +191,9 @@ func workOf(c *Call, k *Kernel, n nicsim.Counts, nodes int) work {
 		// Staged once for each node, put, and read by each rank of the node, or the same way back.
 		w.farRows, w.nearRows, w.handled = n.FarNodes, n.Forwarded, n.NodeRows+n.RankRows
 		w.touched = 2 * (n.NodeRows + n.FarNodes + n.RankRows) * w.bytes
-		w.perQueue = n.StreamRows / min(qps, max(1, k.Streams))
-		w.perStream = n.StreamRows / max(1, k.Streams)
-		if c.combine() {
-			w.perStream = max(w.perStream, n.Tokens/max(1, k.Streams)) // a channel adds its own tokens too
-		}
+		perWarp, channels := k.streams(c.SMs, nodes-1)
+		w.perQueue = n.StreamRows / min(qps, channels)
+		w.perWarp = perWarp * n.StreamRows / channels
 	default:
 		w.nearRows, w.handled = n.NearRanks, n.RankRows
 		w.touched = 2 * n.RankRows * w.bytes
@@ -214,8 +221,12 @@ func (w *work) limits(c *Call, k *Kernel, m Machine) []Limit {
 		near += w.farRows * w.wire / nic / 1e3
 	}
 	queues := w.perQueue * m.PostUS
-	if k.Streams > 0 {
-		queues = max(queues, w.perStream*(k.StreamRowUS+w.bytes/k.StreamGBs/1e3))
+	if k.Senders > 0 {
+		row := k.StreamRowUS + w.bytes/k.StreamGBs/1e3
+		if m.NICGBs == 0 {
+			row += w.bytes / k.PutGBs / 1e3
+		}
+		list = append(list, Limit{Streams, w.perWarp * row})
 	}
 	return append(list, Limit{NVLink, near}, Limit{NIC, w.farRows * w.wire / nic / 1e3}, Limit{QueuePairs, queues})
 }
