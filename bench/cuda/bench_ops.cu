@@ -52,6 +52,7 @@ void *run_rank(void *argument) {
 }
 
 bool is_low_latency_mode() { return g_mode == "ll" || g_mode == "llcheck" || g_mode == "lltimeline"; }
+int tokens_of_mode() { return is_low_latency_mode() ? g_world.shape.max_tokens : g_world.shape.tokens; }
 
 void parse(int argc, char **argv) {
   Shape &s = g_world.shape;
@@ -180,7 +181,7 @@ void enter_node(int node) {
   }
   const Shape &s = g_world.shape;
   printf("%s: %s ranks=%d nodes=%d devices=%d tokens=%d hidden=%d\n", failed == 0 ? "done" : "FAILED", g_mode.c_str(),
-         s.ranks, s.nodes, s.devices, s.tokens, s.hidden);
+         s.ranks, s.nodes, s.devices, tokens_of_mode(), s.hidden);
   exit(failed == 0 ? 0 : 4);
 }
 
@@ -253,8 +254,8 @@ int main(int argc, char **argv) {
   for (int r = 0; r < s.ranks; ++r)
     pthread_create(&threads[r], nullptr, run_rank, reinterpret_cast<void *>(static_cast<intptr_t>(r)));
   for (pthread_t thread : threads) pthread_join(thread, nullptr);
-  printf("done: %s ranks=%d devices=%d tokens=%d hidden=%d isa=%u\n", g_mode.c_str(), s.ranks, s.devices, s.tokens,
-         s.hidden, s.isa);
+  printf("done: %s ranks=%d devices=%d tokens=%d hidden=%d isa=%u\n", g_mode.c_str(), s.ranks, s.devices,
+         tokens_of_mode(), s.hidden, s.isa);
   fflush(stdout);
   _exit(0);
 }

@@ -15,9 +15,9 @@ func simCostsCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "costs [BENCH_OUTPUT...]",
 		Short: "What the kernels cost, from what bench_ops measured",
-		Long: `Reads what bench_ops printed (mode=normal, nodes, sweep, llsweep; top-8 of 256 experts), finds
-the costs with which deepep sim ep --ours predicts it best, and prints them as a file for
---costs. Measurements replace those of the same kernels in --base; costs of kernels that were
+		Long: `Reads what bench_ops printed (mode=normal, nodes, sweep, ll, llsweep; top-8 of 256
+experts), finds the costs with which deepep sim ep --ours predicts it best, and prints them as
+a file for --costs. Measurements replace those of the same kernels in --base; costs of kernels that were
 not measured stay. Of a kernel's measurements those with the most tokens and the largest
 rows are fitted to, the others check. Without arguments the costs of --base are fitted
 again to its own measurements.`,

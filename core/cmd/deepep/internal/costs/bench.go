@@ -18,12 +18,14 @@ var benchNames = map[string][2]string{
 	"dispatch FP8": {"dispatch", "fp8"}, "dispatch FP8 direct": {"dispatch", "fp8"}, "dispatch_fp8": {"dispatch", "fp8"},
 	"dispatch BF16": {"dispatch", "bf16"}, "dispatch BF16 direct": {"dispatch", "bf16"}, "dispatch_bf16": {"dispatch", "bf16"},
 	"combine BF16": {"combine", "bf16"}, "combine_bf16": {"combine", "bf16"}, "combine": {"combine", "bf16"},
+	"combine, sums": {"combine", "bf16"}, "combine, each row": {"combine", "bf16"},
 }
 
 var (
 	benchTimes = regexp.MustCompile(`^(\S.*?) +sms +(\d+) +median +[\d.]+ us .*in-kernel mean +([\d.]+) us`)
 	benchNodes = regexp.MustCompile(`^(\d+) nodes of (\d+) ranks`)
-	benchShape = regexp.MustCompile(`^done: \S+ ranks=(\d+) (?:nodes=\d+ )?devices=\d+ tokens=(\d+) hidden=(\d+)`)
+	benchLL    = regexp.MustCompile(`^LL (\S.*?) +median +[\d.]+ us .*inside +([\d.]+) us`)
+	benchShape = regexp.MustCompile(`^done: \S+ ranks=(\d+) (?:nodes=(\d+) )?devices=\d+ tokens=(\d+) hidden=(\d+)`)
 )
 
 // bench collects what one program printed.
@@ -34,7 +36,7 @@ type bench struct {
 	all             []Measurement
 }
 
-// ReadBench reads what bench_ops printed, in the modes normal, nodes, sweep and llsweep, as measurements on a machine:
+// ReadBench reads what bench_ops printed, in the modes normal, nodes, sweep, ll and llsweep, as measurements on a machine:
 // times inside the kernel, with bench_ops' own routing: uniform, top-8 of 256 experts. Those with the most tokens and the
 // largest rows of each kernel are for the fit, the others check.
 func ReadBench(r io.Reader, machine, source string) ([]Measurement, error) {
@@ -52,7 +54,7 @@ func ReadBench(r io.Reader, machine, source string) ([]Measurement, error) {
 		return nil, status.Errorf(status.InvalidArgument, "%s: %d lines of times with no line \"done: ... ranks=\" after them, which has the shape: the output is cut off", source, len(b.open))
 	}
 	if len(b.all) == 0 {
-		return nil, status.Errorf(status.InvalidArgument, "%s: no times of bench_ops in it; its modes normal, nodes, sweep and llsweep print them", source)
+		return nil, status.Errorf(status.InvalidArgument, "%s: no times of bench_ops in it; its modes normal, nodes, sweep, ll and llsweep print them", source)
 	}
 	markFit(b.all)
 	return b.all, nil
@@ -66,13 +68,22 @@ func (b *bench) line(text string) error {
 		}
 		return nil
 	}
+	if m := benchLL.FindStringSubmatch(text); m != nil {
+		if name, known := benchNames[m[1]]; known {
+			b.open = append(b.open, Measurement{Operation: "low-latency " + name[0], Format: name[1], US: decimal(m[2]), Unreduced: m[1] == "combine, each row"})
+		}
+		return nil
+	}
 	if m := benchNodes.FindStringSubmatch(text); m != nil {
 		b.perNode = number(m[2])
 		return nil
 	}
 	if m := benchShape.FindStringSubmatch(text); m != nil {
 		for _, one := range b.open {
-			one.Ranks, one.Tokens, one.Hidden = number(m[1]), number(m[2]), number(m[3])
+			one.Ranks, one.Tokens, one.Hidden = number(m[1]), number(m[3]), number(m[4])
+			if b.perNode == 0 && m[2] != "" {
+				b.perNode = one.Ranks / max(1, number(m[2]))
+			}
 			b.add(one)
 		}
 		b.open, b.perNode = nil, 0
@@ -134,7 +145,7 @@ func markFit(all []Measurement) {
 		most[name] = max(most[name], size(&all[i]))
 	}
 	for i := range all {
-		all[i].Fit = size(&all[i]) == most[all[i].kernel()]
+		all[i].Fit = size(&all[i]) == most[all[i].kernel()] && !all[i].Unreduced
 	}
 }
 

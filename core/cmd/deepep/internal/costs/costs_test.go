@@ -111,7 +111,7 @@ func TestFilesAreChecked(t *testing.T) {
 	}
 }
 
-// Lines of mode=sweep and llsweep, as bench_ops prints them.
+// Lines of mode=sweep, llsweep and ll, as bench_ops prints them.
 func TestReadBench(t *testing.T) {
 	list, err := ReadBench(strings.NewReader(`csv,sweep,isa,ranks,tokens,hidden,routing,sms,operation,link_bytes,median_us,worst_us,in_kernel_us
 csv,sms,0,4,4096,7168,uniform,16,dispatch_fp8,1,250,260,245
@@ -120,14 +120,19 @@ csv,routing,0,4,4096,7168,zipf,16,dispatch_fp8,1,270,280,265
 csv,tokens,0,4,512,7168,uniform,16,combine_bf16,1,90,95,85
 done: sweep ranks=4 devices=4 tokens=4096 hidden=7168 isa=0
 csv,4,128,7168,0,combine,31.00,32.00,24.20,25.00
+LL combine, sums, weights now                median    45.5 us  p99    53.2 us  inside    37.9 us  p99    45.7 us
+LL combine, each row                         median    62.3 us  p99    65.9 us  inside    53.9 us  p99    57.3 us
+graph: combine, sums                         median    34.2 us  p99    35.1 us  inside     nan us  p99     nan us
+done: ll ranks=4 nodes=2 devices=4 tokens=128 hidden=7168
 `), "h200", "x")
-	if err != nil || len(list) != 3 {
+	if err != nil || len(list) != 4 {
 		t.Fatalf("%v %+v", err, list)
 	}
 	for i, want := range []Measurement{
 		{Operation: "dispatch", Format: "fp8", Ranks: 4, RanksPerNode: 4, Tokens: 4096, Hidden: 7168, SMs: 16, US: 245, Cached: true, Machine: "h200", Fit: true, Source: "x"},
 		{Operation: "combine", Format: "bf16", Ranks: 4, RanksPerNode: 4, Tokens: 512, Hidden: 7168, SMs: 16, US: 85, Machine: "h200", Fit: true, Source: "x"},
 		{Operation: "low-latency combine", Format: "bf16", Ranks: 4, RanksPerNode: 4, Tokens: 128, Hidden: 7168, US: 24.2, Machine: "h200", Fit: true, Source: "x"},
+		{Operation: "low-latency combine", Format: "bf16", Ranks: 4, RanksPerNode: 2, Tokens: 128, Hidden: 7168, US: 53.9, Unreduced: true, Machine: "h200", Source: "x"},
 	} {
 		if list[i] != want {
 			t.Errorf("is %+v, should be %+v", list[i], want)
