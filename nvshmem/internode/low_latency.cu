@@ -11,9 +11,12 @@ namespace {
 
 using namespace internode;
 
+// One block more than there are tokens counts them. Combine has as many: a rank's messages come from the last block,
+// and NVSHMEM may choose the queue pair, which keeps their order, by the block.
 template <class P, class K>
-int32_t launch(P *p, const Team *team, const K &params, void (*kernel)(K), int blocks) {
+int32_t launch(P *p, const Team *team, const K &params, void (*kernel)(K)) {
   const size_t shared = shared_bytes(p, team->view.num_ranks);
+  const int blocks = low_latency_blocks(team, p->num_sms, p->num_max_tokens + 1);
   const OnDevice on(team->device);
   kernel<<<blocks, kLlThreads, shared, stream_of(p->stream)>>>(params);
   return launched(p);
@@ -73,17 +76,14 @@ int32_t internode_ll_dispatch(dk_ll_dispatch_params *p) {
   auto *team = handle_of<Team>(p->team);
   InternodeLlDispatchParams d{};
   const int32_t code = fill_dispatch(p, *team->internode->low_latency, &d);
-  if (code != DK_OK) return code;
-  const int blocks = low_latency_blocks(team, p->num_sms, p->num_max_tokens + 1);  // one counts
-  return launch(p, team, d, deep_ep::internode_ll::dispatch, blocks);
+  return code == DK_OK ? launch(p, team, d, deep_ep::internode_ll::dispatch) : code;
 }
 
 int32_t internode_ll_combine(dk_ll_combine_params *p) {
   auto *team = handle_of<Team>(p->team);
   InternodeLlCombineParams c{};
   int32_t code = fill_combine(p, *team->internode->low_latency, &c);
-  if (code == DK_OK)
-    code = launch(p, team, c, deep_ep::internode_ll::combine, low_latency_blocks(team, p->num_sms, p->num_max_tokens));
+  if (code == DK_OK) code = launch(p, team, c, deep_ep::internode_ll::combine);
   if (code == DK_OK && (p->phases & DK_PHASE_SEND) != 0) team->internode->low_latency->next_stage = 1 - c.call.stage;
   return code;
 }

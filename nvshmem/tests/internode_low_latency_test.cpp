@@ -7,8 +7,10 @@
 #include "transport_on_host.h"
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstdio>
+#include <map>
 #include <memory>
 #include <random>
 #include <string>
@@ -105,6 +107,7 @@ struct World {
   size_t came = 0;              // ranks at the meetings before and after it returns
   bool replayed = false;        // combines always send from the same buffer, as in a graph
   bool again = false;           // each combine runs twice
+  bool recycled = false;        // a dispatch has the outputs of the one before
   size_t ahead = 1;             // dispatches that are received before the first of them is combined
   std::vector<bool> halves;     // ranks whose calls are in halves; the second run of a combine never is
 
@@ -549,6 +552,25 @@ void plant(const World &w, Rank &r) {
   }
 }
 
+void take_outputs(Exchange &e, Exchange &before) {
+  e.src_info.swap(before.src_info);
+  e.range.swap(before.range);
+  std::fill(e.src_info.begin(), e.src_info.end(), 0xee);
+  std::fill(e.range.begin(), e.range.end(), 0xee);
+}
+
+// Words that the network holds back for long, and what their queue pairs have after them.
+void hold_words() {
+  constexpr int kAsked = 300;
+  std::map<std::array<uint64_t, 3>, int> asked;
+  emulate::hold([asked](int from, int to, int, const void *word, uint64_t value) mutable {
+    const uint64_t where = reinterpret_cast<uint64_t>(word) % 4096 / 8;
+    if ((where + value * 7 + static_cast<uint64_t>(from) * 3 + static_cast<uint64_t>(to)) % 5 != 0) return false;
+    return ++asked[{static_cast<uint64_t>(from) << 32 | static_cast<uint64_t>(to), reinterpret_cast<uint64_t>(word),
+                    value}] < kAsked;
+  });
+}
+
 // Calls one after the other, whole or in halves; with overlap a dispatch is sent before the previous combine is
 // received, as with two batches.
 void add_steps(World &w, int me, int rounds, bool halves, bool overlap, bool wrong) {
@@ -578,6 +600,7 @@ void add_steps(World &w, int me, int rounds, bool halves, bool overlap, bool wro
       add_combine(w, me, before, DK_PHASE_RECV, 2 + before % 2);
       host_step(r, [&w, me, before] { check_combine(w, me, before); });
     };
+    if (w.recycled && i > 0) host_step(r, [&r, which] { take_outputs(r.exchanges[which], r.exchanges[which - 1]); });
     add_dispatch(w, me, which, send, which % 2);
     if (overlap && i > 0) finish_before();
     if (halves) add_dispatch(w, me, which, DK_PHASE_RECV, which % 2);
@@ -620,8 +643,10 @@ void run_case(uint64_t seed) {
     c.peers = c.nodes > 1 ? 1 : 2;
     c.tokens = min(c.tokens, 2);
   }
+  if (seed % 144 == 7) c = {2, 1, 2, kScaleChannels, 2, kLlThreads + 9, false};  // more tokens than a block has threads
   World w(c);
   const bool halves = pick(0, 2) != 0, overlap = halves && pick(0, 1) != 0, fences_alone = pick(0, 1) != 0;
+  w.recycled = seed % 8 >= 5 && !overlap;
   const int mixed = pick(0, 1);  // every second rank makes whole calls
   const int rounds = 4;
   w.replayed = pick(0, 3) == 0;
@@ -636,6 +661,8 @@ void run_case(uint64_t seed) {
   for (Rank &r : w.ranks) blocks.push_back(aligned(r.block));
   const bool nvlink = seed % 4 >= 2;
   emulate::start_network({seed, fences_alone}, blocks);
+  const bool held = seed % 3 == 0;
+  if (held) hold_words();
   for (Rank &r : w.ranks) r.team.puts_are_stores = nvlink;
   // A rank that pauses while the others go on, for less than the time limit.
   int late = pick(0, 2) == 0 ? pick(0, c.ranks() - 1) : -1;
@@ -661,13 +688,14 @@ void run_case(uint64_t seed) {
   for (int me = 0; me < c.ranks(); ++me) add_steps(w, me, rounds, w.halves[me], overlap, wrong && pick(0, 1) != 0);
   emulate::run(
       c.ranks(), [&](int rank) { return w.ranks[rank].grid; }, kLlThreads, [&](int rank) { run_steps(w.ranks[rank]); });
+  emulate::hold(nullptr);
   emulate::stop_network();
   for (int me = 0; me < c.ranks(); ++me)
     for (int r = 0; r < c.ranks(); ++r)
       check("mask", me, r, w.ranks[me].scratch->masked[r],
             r == w.lost && me != r && w.back_from >= static_cast<size_t>(rounds));
   emulate::watch(nullptr, nullptr);
-  printf("case %llu: %d nodes of %d%s%s, %d local experts, hidden %d, top-%d, B %d%s%s%s%s: ok\n",
+  printf("case %llu: %d nodes of %d%s%s, %d local experts, hidden %d, top-%d, B %d%s%s%s%s%s%s: ok\n",
          static_cast<unsigned long long>(seed), c.nodes, c.peers, c.all_remote ? ", all remote" : "",
          nvlink ? ", over NVLink" : "", c.local_experts, c.hidden, c.topk, c.tokens,
          overlap       ? ", overlapping"
@@ -680,7 +708,8 @@ void run_case(uint64_t seed) {
          late >= 0 && w.lost < 0 && looks >= resume ? ", a rank is late" : "",
          style == 0   ? ", with weights"
          : style == 1 ? ", some with weights"
-                      : "");
+                      : "",
+         w.recycled ? ", recycled outputs" : "", held ? ", held words" : "");
   fflush(stdout);
 }
 

@@ -306,14 +306,24 @@ __device__ inline void await_callers_buffer(const InternodeLlParams &p, uint64_t
 
 // ---- The call of each source that belongs to this one ---------------------------------------------------------------
 
-__device__ inline bool find_source_call(const InternodeLlParams &p, uint64_t epoch, int source, uint64_t &found) {
+// With shrink: one poll for the source's call. Messages of queue pairs may pass each other, so a later call than the
+// one expected is taken only once the expected one has stayed away for a part of the time limit. since: when a later
+// one was first seen, 0 before.
+__device__ inline bool find_source_call(const InternodeLlParams &p, uint64_t epoch, int source, uint64_t &since,
+                                        uint64_t &found) {
+  constexpr uint64_t kPart = 8;
   const TeamView &team = p.session.team;
-  return find_handshake(
-             team, epoch, source,
-             [&](int copy) {
-               return ptx::ld_acquire_sys(&mine_at<HandshakeMessage>(p, handshake_at(team, copy, source))->epoch);
-             },
-             found) >= 0;
+  const int copy = find_handshake(
+      team, epoch, source,
+      [&](int it) { return ptx::ld_acquire_sys(&mine_at<HandshakeMessage>(p, handshake_at(team, it, source))->epoch); },
+      found);
+  if (copy < 0) return false;
+  if (found == epoch + team.scratch->epoch_ahead[source] || team.scratch->returned[source] != 0) return true;
+  const uint64_t now = ptx::global_timer_ns();
+  if (since == 0) since = now;
+  if (now - since >= p.session.timeout_ns / kPart) return true;
+  found = 0;
+  return false;
 }
 
 // Whole block of a receive half: writes the number of each source's call to shared calls[R]; 0: the source is masked,
@@ -324,7 +334,8 @@ __device__ inline void find_source_calls(const InternodeLlParams &p, uint64_t ep
     uint64_t found = p.shrinks() ? 0 : epoch;
     if (p.shrinks() && !is_masked(s, r)) {
       const uint64_t start = ptx::global_timer_ns();
-      wait_or_mask(s, r, epoch, [&](int64_t &) { return find_source_call(p, epoch, r, found); });
+      uint64_t since = 0;
+      wait_or_mask(s, r, epoch, [&](int64_t &) { return find_source_call(p, epoch, r, since, found); });
       if (is_control_block()) s.team.scratch->wait_ns[r] = ptx::global_timer_ns() - start;
     }
     calls[r] = found;

@@ -308,8 +308,10 @@ __device__ inline void await_counts(const InternodeLlParams &p, uint64_t epoch, 
                 });
     if (p.shrinks()) {
       const bool agreed = decide_arrival(s, epoch, r, here ? kArrived : kAbsent) == kArrived;
+      uint64_t since = 1;  // long ago
       if (agreed && !here &&
-          (theirs != 0 || find_source_call(p, epoch, r, theirs))) {  // another block saw the counts: they are in memory
+          (theirs != 0 ||
+           find_source_call(p, epoch, r, since, theirs))) {  // another block saw the counts: they are in memory
         word = ptx::ld_acquire_sys(mine_at<uint64_t>(p, message_word_at(p, theirs, r)));
         here = is_from(word, theirs, r);
       }
