@@ -7,7 +7,6 @@
 #include "transport_on_host.h"
 
 #include <algorithm>
-#include <array>
 #include <cmath>
 #include <cstdio>
 #include <map>
@@ -562,12 +561,11 @@ void take_outputs(Exchange &e, Exchange &before) {
 // Words that the network holds back for long, and what their queue pairs have after them.
 void hold_words() {
   constexpr int kAsked = 300;
-  std::map<std::array<uint64_t, 3>, int> asked;
+  std::map<std::pair<const void *, uint64_t>, int> asked;
   emulate::hold([asked](int from, int to, int, const void *word, uint64_t value) mutable {
     const uint64_t where = reinterpret_cast<uint64_t>(word) % 4096 / 8;
     if ((where + value * 7 + static_cast<uint64_t>(from) * 3 + static_cast<uint64_t>(to)) % 5 != 0) return false;
-    return ++asked[{static_cast<uint64_t>(from) << 32 | static_cast<uint64_t>(to), reinterpret_cast<uint64_t>(word),
-                    value}] < kAsked;
+    return ++asked[{word, value}] < kAsked;
   });
 }
 

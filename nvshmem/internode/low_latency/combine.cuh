@@ -223,10 +223,7 @@ __global__ void __launch_bounds__(kLlThreads, 1) combine(const __grid_constant__
   auto *sums = reinterpret_cast<int32_t *>(calls + p.session.team.num_ranks),
        *first_row = sums + p.session.team.num_ranks;
   if (begin(p.session)) {
-    if (is_control_block()) {
-      post_credits(p);
-      if (p.sends()) post_message(p, epoch, known.sends_weights);
-    }
+    if (is_control_block()) post_low_latency(p, epoch, known.sends_weights);
     mark(kMarkBegun, threadIdx.x == 0);
     const int most = p.sends() ? plan_sums(p, known.table, plan, sums, first_row) : 0;
     const bool good = !p.sends() || await_empty_slots(p, epoch, slots, true);

@@ -192,9 +192,14 @@ __device__ inline HandshakeMessage internode_message(const InternodeLlParams &p,
   return mine;
 }
 
-// The control block posts to every rank the credits that it has not posted yet.
-__device__ inline void post_credits(const InternodeLlParams &p) {
+// The control block posts to every rank the credits that it has not posted yet and, in a send half, the handshake
+// message. It overwrites the outbox's copy of four calls ago: credits for that call arrived before the send half of two
+// calls ago.
+__device__ inline void post_low_latency(const InternodeLlParams &p, uint64_t epoch, bool weights_follow) {
   const TeamView &team = p.session.team;
+  auto *out = mine_at<HandshakeMessage>(p, p.at.outbox) + epoch % kLowLatencyHandshakeCopies;
+  if (p.sends() && threadIdx.x == 0) *out = internode_message(p, weights_follow);
+  __syncthreads();
   for (int r = warp_id(); r < team.num_ranks; r += kLlWarps) {
     if (__any_sync(kAllLanes, is_masked(p.session, r))) continue;
     const int slot = lane_id();
@@ -208,20 +213,10 @@ __device__ inline void post_credits(const InternodeLlParams &p) {
       p.state->posted[slot][r] = taken;
     }
     __syncwarp();
-  }
-}
-// The control block of a send half posts the handshake message to every rank. It overwrites the outbox's copy of four
-// calls ago: credits for that call arrived before the send half of two calls ago.
-__device__ inline void post_message(const InternodeLlParams &p, uint64_t epoch, bool weights_follow) {
-  const TeamView &team = p.session.team;
-  auto *out = mine_at<HandshakeMessage>(p, p.at.outbox) + epoch % kLowLatencyHandshakeCopies;
-  if (threadIdx.x == 0) *out = internode_message(p, weights_follow);
-  __syncthreads();
-  for (int r = warp_id(); r < team.num_ranks; r += kLlWarps) {
-    if (__any_sync(kAllLanes, is_masked(p.session, r))) continue;
     const uint64_t to = handshake_at(team, epoch, team.rank);
-    deliver(p, {r, offsetof(HandshakeMessage, epoch), to, to + offsetof(HandshakeMessage, epoch), epoch,
-                reinterpret_cast<const uint8_t *>(out)});
+    if (p.sends())
+      deliver(p, {r, offsetof(HandshakeMessage, epoch), to, to + offsetof(HandshakeMessage, epoch), epoch,
+                  reinterpret_cast<const uint8_t *>(out)});
   }
 }
 static_assert(offsetof(HandshakeMessage, epoch) % 16 == 0, "copied in units of 16 bytes");
@@ -306,19 +301,24 @@ __device__ inline void await_callers_buffer(const InternodeLlParams &p, uint64_t
 
 // ---- The call of each source that belongs to this one ---------------------------------------------------------------
 
-// With shrink: one poll for the source's call. Messages of queue pairs may pass each other, so a later call than the
-// one expected is taken only once the expected one has stayed away for a part of the time limit. since: when a later
-// one was first seen, 0 before.
-__device__ inline bool find_source_call(const InternodeLlParams &p, uint64_t epoch, int source, uint64_t &since,
-                                        uint64_t &found) {
-  constexpr uint64_t kPart = 8;
+// With shrink: one poll for the source's call.
+__device__ inline bool find_source_call(const InternodeLlParams &p, uint64_t epoch, int source, uint64_t &found) {
   const TeamView &team = p.session.team;
-  const int copy = find_handshake(
-      team, epoch, source,
-      [&](int it) { return ptx::ld_acquire_sys(&mine_at<HandshakeMessage>(p, handshake_at(team, it, source))->epoch); },
-      found);
-  if (copy < 0) return false;
-  if (found == epoch + team.scratch->epoch_ahead[source] || team.scratch->returned[source] != 0) return true;
+  return find_handshake(
+             team, epoch, source,
+             [&](int copy) {
+               return ptx::ld_acquire_sys(&mine_at<HandshakeMessage>(p, handshake_at(team, copy, source))->epoch);
+             },
+             found) >= 0;
+}
+// Likewise for a wait. Messages of queue pairs may pass each other, so a later call than the one expected is taken only
+// once the expected one has stayed away for a part of the time limit. since: when a later one was first seen, 0 before.
+__device__ inline bool await_source_call(const InternodeLlParams &p, uint64_t epoch, int source, uint64_t &since,
+                                         uint64_t &found) {
+  constexpr uint64_t kPart = 8;
+  const Scratch *scratch = p.session.team.scratch;
+  if (!find_source_call(p, epoch, source, found)) return false;
+  if (found == epoch + scratch->epoch_ahead[source] || scratch->returned[source] != 0) return true;
   const uint64_t now = ptx::global_timer_ns();
   if (since == 0) since = now;
   if (now - since >= p.session.timeout_ns / kPart) return true;
@@ -335,7 +335,7 @@ __device__ inline void find_source_calls(const InternodeLlParams &p, uint64_t ep
     if (p.shrinks() && !is_masked(s, r)) {
       const uint64_t start = ptx::global_timer_ns();
       uint64_t since = 0;
-      wait_or_mask(s, r, epoch, [&](int64_t &) { return find_source_call(p, epoch, r, since, found); });
+      wait_or_mask(s, r, epoch, [&](int64_t &) { return await_source_call(p, epoch, r, since, found); });
       if (is_control_block()) s.team.scratch->wait_ns[r] = ptx::global_timer_ns() - start;
     }
     calls[r] = found;

@@ -9,7 +9,7 @@ namespace deepep::internode {
 // By a whole warp: puts bytes of this rank's block to the same offset of a rank's block, then sets the word there. Each
 // lane has written its part of the source before. The source must not change until the rank has answered.
 __device__ void put_by_warp(void *to, const void *from, uint32_t bytes, uint64_t *word, uint64_t value, int rank);
-// By one thread: sets the word alone, after what this thread has seen written.
+// By one thread: sets the word alone.
 __device__ void signal_by_thread(uint64_t *word, uint64_t value, int rank);
 // By a whole warp, where puts are stores over NVLink: puts bytes without a word.
 __device__ void store_by_warp(void *to, const void *from, uint32_t bytes, int rank);

@@ -1,0 +1,267 @@
+// dispatch_send.cuh - libdeepep_nvshmem.so, low latency for teams with a transport, the sending half of dispatch. A
+// token's row goes once to each rank that holds one of its experts. The sender casts and stages the row once, after a
+// header with its position among this source's rows of each of its experts. A source numbers its rows for a destination
+// in the order of its tokens, so it sends nothing about tokens without an expert there. One more message for each pair
+// of ranks carries the counts.
+#pragma once
+#include "cuda/impl/low_latency/compact_rows.cuh"
+#include "internode/low_latency/table.cuh"
+
+namespace deepep::internode {
+
+struct InternodeLlDispatchParams : LowLatencyDispatchBuffers {
+  InternodeLlParams call;
+};
+
+// Header: a word for each entry of topk_idx: the expert in the upper 16 bits, in the lower ones the number of the
+// source's earlier tokens for it. kNoEntry: no expert, or one that an earlier entry names.
+constexpr uint32_t kNoEntry = 0xffffffffu;
+// With one expert a rank these words lie behind the payload, before the weights, and have no number.
+__device__ __forceinline__ uint32_t entries_at(const InternodeLlParams &p) {
+  return p.at.header_bytes != 0 ? 0 : p.at.weights_at;
+}
+__device__ __forceinline__ uint32_t entry_weights_at(const InternodeLlParams &p) {
+  return p.at.weights_at + (p.at.header_bytes != 0 ? 0 : (p.at.row_bytes - p.at.weights_at) / 2);
+}
+constexpr uint32_t kBringsWeights = 1u << 31;  // in each count that a source sends
+
+struct SendRoute {                    // shared: of the token that a block sends now
+  int32_t expert[kMaxTopk];           // -1: none, or an earlier entry names it
+  float weight[kMaxTopk];             // summed over the entries that name it
+  int32_t rank[kMaxTopk], num_ranks;  // destinations
+  uint32_t before[2][kMaxTopk];       // earlier tokens for each of these experts, and for each of these ranks
+};
+
+// What a block loads of a token, of its first one before it knows whether the slots are empty.
+constexpr int kIndices = 8;  // loads in flight together
+struct TokenLoads {
+  uint4 a, b;           // what this thread stages first: 32 bytes of x for FP8, two chunks kLlThreads apart of BF16
+  int named[kIndices];  // of the earlier token of this thread, its first experts
+  int64_t index;        // the last warp's, of the token itself
+  float weight;
+};
+
+__device__ __forceinline__ void load_named(const InternodeLlParams &p, int earlier, int token, int base,
+                                           int (&named)[kIndices]) {
+#pragma unroll
+  for (int j = 0; j < kIndices; ++j)
+    named[j] = base + j < p.num_topk && earlier < token
+                   ? static_cast<int>(
+                         load_index(p.topk_idx, static_cast<int64_t>(earlier) * p.num_topk + base + j, p.index_bytes))
+                   : -1;
+}
+
+__device__ __forceinline__ bool is_last_warp() { return warp_id() == kLlWarps - 1; }
+
+__device__ __forceinline__ TokenLoads load_token(const InternodeLlDispatchParams &d, int token) {
+  const InternodeLlParams &p = d.call;
+  const bool fp8 = p.format == DK_FORMAT_FP8;
+  const int thread = static_cast<int>(threadIdx.x), first = fp8 ? 2 * thread : thread,
+            second = fp8 ? first + 1 : first + kLlThreads, chunks = is_fp4(p) ? 0 : p.hidden / 8;
+  const uint8_t *x = d.x + static_cast<uint64_t>(token) * 2 * p.hidden;
+  TokenLoads loads{};
+  if (token >= p.num_tokens) return loads;
+  if (first < chunks) loads.a = ptx::ld_stream(x + 16 * first);
+  if (second < chunks) loads.b = ptx::ld_stream(x + 16 * second);
+  load_named(p, thread, token, 0, loads.named);
+  if (!is_last_warp()) return loads;
+  loads.index = load_index_of_lane(p, token);
+  if (p.brings_weights()) loads.weight = load_weight_of_lane(p, token);
+  return loads;
+}
+
+// By the last warp: the token's experts without repetitions, and the ranks that hold them and are not masked.
+__device__ inline void read_route(const InternodeLlParams &p, const TokenLoads &loads, SendRoute *route) {
+  const int lane = lane_id(), expert = checked_expert(p, loads.index), rank = expert < 0 ? -1 : expert / p.num_local;
+  const bool serves = rank >= 0 && !is_masked(p.session, rank);
+  const uint32_t below = (1u << lane) - 1, same_expert = __match_any_sync(kAllLanes, expert),
+                 same_rank = __match_any_sync(kAllLanes, serves ? rank : -1);
+  route->expert[lane] = (same_expert & below) != 0 ? -1 : expert;
+  if (p.brings_weights()) route->weight[lane] = sum_of_same(p, expert, loads.weight, same_expert);
+  const bool first = serves && (same_rank & below) == 0;
+  const uint32_t ranks = __ballot_sync(kAllLanes, first);
+  if (first) route->rank[__popc(ranks & below)] = rank;
+  if (lane == 0) route->num_ranks = __popc(ranks);
+  route->before[0][lane] = route->before[1][lane] = 0;
+}
+
+// Sets a bit for each of the route's experts and ranks that one of these indices names.
+__device__ __forceinline__ void match_route(const InternodeLlParams &p, const SendRoute *route,
+                                            const int (&named)[kIndices], uint32_t &experts, uint32_t &ranks) {
+  for (int k = 0; k < p.num_topk && p.at.header_bytes != 0; ++k) {
+    const int expert = route->expert[k];
+    bool found = false;
+#pragma unroll
+    for (int j = 0; j < kIndices; ++j) found |= named[j] == expert;
+    experts |= static_cast<uint32_t>(found && expert >= 0) << k;
+  }
+  for (int n = 0; n < route->num_ranks; ++n) {
+    const int first = route->rank[n] * p.num_local;
+    bool found = false;
+#pragma unroll
+    for (int j = 0; j < kIndices; ++j)
+      found |= static_cast<uint32_t>(named[j] - first) < static_cast<uint32_t>(p.num_local);
+    ranks |= static_cast<uint32_t>(found) << n;
+  }
+}
+
+// Whole block: counts the tokens before this one that go to the same experts and to the same ranks.
+__device__ inline void count_earlier_tokens(const InternodeLlParams &p, int token, const TokenLoads &loads,
+                                            SendRoute *route) {
+  for (int first = warp_id() * kWarp; first < token; first += kLlThreads) {
+    const int earlier = first + lane_id();
+    uint32_t experts = 0, ranks = 0;
+    for (int base = 0; base < p.num_topk; base += kIndices) {
+      if (base == 0 && earlier == static_cast<int>(threadIdx.x)) {
+        match_route(p, route, loads.named, experts, ranks);
+        continue;
+      }
+      int named[kIndices];
+      load_named(p, earlier, token, base, named);
+      match_route(p, route, named, experts, ranks);
+    }
+    for (int k = 0; k < p.num_topk; ++k) {
+      const uint32_t of_expert = __popc(__ballot_sync(kAllLanes, experts >> k & 1)),
+                     of_rank = __popc(__ballot_sync(kAllLanes, ranks >> k & 1));
+      if (lane_id() == 0 && of_expert != 0) atomicAdd(&route->before[0][k], of_expert);
+      if (lane_id() == 0 && of_rank != 0) atomicAdd(&route->before[1][k], of_rank);
+    }
+  }
+}
+
+// Whole block: casts the row to FP8, 16 channels a thread, and writes its scales after it.
+__device__ inline void stage_fp8_row(const InternodeLlParams &p, const uint4 *x, const TokenLoads &loads, uint8_t *to) {
+  const int pieces = p.hidden / 16;
+  for (int first = 0; first < pieces; first += kLlThreads) {
+    const int at = first + static_cast<int>(threadIdx.x);
+    const bool mine = at < pieces;
+    uint4 a = loads.a, b = loads.b;
+    if (first != 0) {
+      const uint4 none{0, 0, 0, 0};
+      a = mine ? x[2 * at] : none;
+      b = mine ? x[2 * at + 1] : none;
+    }
+    const Fp8Scale scale = fp8_scale_of_eight(a, b, (p.flags & DK_LL_ROUND_SCALE) != 0);
+    if (!mine) continue;
+    ptx::st_stream(to + 16 * at, cast_sixteen(a, b, scale.inverse));
+    if (at % 8 == 0) reinterpret_cast<float *>(to + p.hidden)[at / 8] = scale.scale;
+  }
+}
+
+// Whole block: FP4, the caller's bytes or a cast of the row, 32 channels a thread; the scales are written after it.
+__device__ inline void stage_fp4_row(const InternodeLlDispatchParams &d, int token, uint8_t *to) {
+  const InternodeLlParams &p = d.call;
+  const bool casts = p.format == DK_FORMAT_NVFP4;
+  const uint8_t *x = d.x + static_cast<uint64_t>(token) * (casts ? 2 * p.hidden : p.hidden / 2);
+  const float factor = casts ? fp4_factor(d.x_scales) : 0;
+  for (int at = threadIdx.x; at < p.hidden / 32; at += kLlThreads) {
+    uint32_t scales = 0;
+    ptx::st_stream(to + 16 * at, casts ? cast_fp4_piece(x + 64 * at, factor, scales) : ptx::ld_stream(x + 16 * at));
+    if (casts) reinterpret_cast<uint16_t *>(to + p.hidden / 2)[at] = static_cast<uint16_t>(scales);
+  }
+  if (casts) return;
+  const auto *scales =
+      reinterpret_cast<const uint32_t *>(d.x_scales + static_cast<uint64_t>(token) * (p.hidden / kFp4Channels));
+  for (int at = threadIdx.x; at < p.hidden / 64; at += kLlThreads)
+    reinterpret_cast<uint32_t *>(to + p.hidden / 2)[at] = scales[at];
+}
+
+__device__ inline void stage_row(const InternodeLlDispatchParams &d, int token, const TokenLoads &loads, uint8_t *to) {
+  const InternodeLlParams &p = d.call;
+  if (is_fp4(p)) return stage_fp4_row(d, token, to);
+  const auto *x = reinterpret_cast<const uint4 *>(d.x + static_cast<uint64_t>(token) * 2 * p.hidden);
+  if (p.format == DK_FORMAT_FP8) return stage_fp8_row(p, x, loads, to);
+  const int thread = static_cast<int>(threadIdx.x);
+  for (int at = thread; at < p.hidden / 8; at += kLlThreads)
+    ptx::st_stream(to + 16 * at, at == thread ? loads.a : at == thread + kLlThreads ? loads.b : x[at]);
+}
+
+// Whole block: the token's route, with the numbers of earlier tokens.
+__device__ inline void find_route(const InternodeLlParams &p, int token, const TokenLoads &loads, SendRoute *route) {
+  if (is_last_warp()) read_route(p, loads, route);
+  __syncthreads();
+  count_earlier_tokens(p, token, loads, route);
+}
+
+// Whole block, after find_route and a barrier.
+__device__ inline void send_token(const InternodeLlDispatchParams &d, uint64_t epoch, int token,
+                                  const TokenLoads &loads, SendRoute *route) {
+  const InternodeLlParams &p = d.call;
+  const Session &s = p.session;
+  const int rank = s.team.rank, lane = lane_id(), num_ranks = route->num_ranks;
+  const uint64_t at = row_at(p, epoch, rank, token);
+  const bool brings_weights = p.brings_weights();
+  uint8_t *stage = mine_at(p, at);
+  stage_row(d, token, loads, stage + p.at.header_bytes);
+  if (is_last_warp() && lane < p.num_topk && (p.at.header_bytes != 0 || brings_weights)) {
+    const int expert = route->expert[lane];
+    reinterpret_cast<uint32_t *>(stage + entries_at(p))[lane] =
+        expert < 0 ? kNoEntry : static_cast<uint32_t>(expert) << 16 | route->before[0][lane];
+    if (brings_weights) reinterpret_cast<float *>(stage + entry_weights_at(p))[lane] = route->weight[lane];
+  }
+  __syncthreads();
+  mark(kMarkRowOut, threadIdx.x == 0);
+  const auto delivery = [&](int n) -> Delivery {
+    return {route->rank[n],
+            brings_weights ? p.at.row_bytes : p.at.weights_at,
+            at,
+            row_word_at(p, epoch, rank, static_cast<int>(route->before[1][n])),
+            signal_word(epoch, rank, static_cast<uint32_t>(token)),
+            stage};
+  };
+  const int warps = max(1, kLlWarps / max(num_ranks, 1));  // for each rank
+  for (int i = warp_id(); i < num_ranks * warps; i += kLlWarps)
+    deliver_share(p, delivery(i / warps), {i % warps, warps});
+  __syncthreads();
+  for (int n = warp_id(); n < num_ranks && lane == 0; n += kLlWarps) {
+    end_delivery(p, delivery(n));
+    count_bytes(s, route->rank[n], dispatch_payload(p));
+  }
+}
+
+// Counts the tokens: a block of its own if there is one without a token, else the control block.
+__device__ __forceinline__ bool is_counting_block(const InternodeLlParams &p) {
+  const int last = static_cast<int>(gridDim.x) - 1;
+  return static_cast<int>(blockIdx.x) == (last > p.num_tokens ? last - 1 : last);
+}
+
+// The counting block counts this rank's tokens for each expert and its rows for each rank. counts: shared, [E] and then
+// [R].
+__device__ inline void count_tokens(const InternodeLlParams &p, int32_t *counts) {
+  for (int i = threadIdx.x; i < p.num_experts + p.session.team.num_ranks; i += kLlThreads) counts[i] = 0;
+  __syncthreads();
+  for (int first = warp_id(); first < p.num_tokens; first += kIndices * kLlWarps) {
+    int64_t index[kIndices];
+#pragma unroll
+    for (int n = 0; n < kIndices; ++n) index[n] = load_index_of_lane(p, first + n * kLlWarps);
+#pragma unroll
+    for (int n = 0; n < kIndices; ++n) {
+      const int expert = checked_expert(p, index[n]), rank = expert < 0 ? -1 : expert / p.num_local;
+      const uint32_t below = (1u << lane_id()) - 1, same_expert = __match_any_sync(kAllLanes, expert),
+                     same_rank = __match_any_sync(kAllLanes, rank);
+      if (expert >= 0 && (same_expert & below) == 0) atomicAdd(&counts[expert], 1);
+      if (rank >= 0 && (same_rank & below) == 0) atomicAdd(&counts[p.num_experts + rank], 1);
+    }
+  }
+  __syncthreads();
+}
+// The counting block sends them.
+__device__ inline void send_token_counts(const InternodeLlParams &p, uint64_t epoch, const int32_t *counts) {
+  const TeamView &team = p.session.team;
+  const uint64_t out = p.at.counts_out[slot_of(epoch)];
+  for (int i = threadIdx.x; i < p.num_experts; i += kLlThreads)
+    mine_at<uint32_t>(p, out + static_cast<uint64_t>(i / p.num_local) * p.at.counts_bytes)[i % p.num_local] =
+        static_cast<uint32_t>(counts[i]) | (p.brings_weights() ? kBringsWeights : 0);
+  __syncthreads();
+  for (int r = warp_id(); r < team.num_ranks; r += kLlWarps) {
+    if (__any_sync(kAllLanes, is_masked(p.session, r))) continue;
+    const uint32_t rows = static_cast<uint32_t>(counts[p.num_experts + r]);
+    deliver(
+        p, {r, p.at.counts_bytes, p.at.counts_in[slot_of(epoch)] + static_cast<uint64_t>(team.rank) * p.at.counts_bytes,
+            message_word_at(p, epoch, team.rank), signal_word(epoch, team.rank, rows),
+            mine_at(p, out + static_cast<uint64_t>(r) * p.at.counts_bytes)});
+  }
+  __syncthreads();
+}
+
+}  // namespace deepep::internode
