@@ -9,14 +9,19 @@
 //             [max_tokens=128] [zipf=0] [local=0] [stats=1] [copies=0] [shrink=0] [plugin=FILE]
 //
 // copies=1: rows of low-latency dispatch's send halves cross by copy engines (DK_TEAM_LL_COPY).
+//
 // mode=nodes, nodes=2: normal mode across nodes; mode=ll, lltimeline, llcheck and normalcheck work there too. Each
 // process needs libnvshmem_host.so.3 in LD_LIBRARY_PATH. Of a library built with -DDEEPEP_TIMELINE it also says where
-// warps spend their time, by role. mode=nic, nodes=2: normal mode and low latency beside what the rate and the latency
-// of DEEPEP_TESTTRANSPORT=nic:... allow. plugin=FILE: each node is a host of its own, which only NVSHMEM's test
-// transport joins to the others. mode=sweep: lines of CSV for pictures, normal mode with tokens up to tokens=N. Logical
-// bytes of a dispatch: rows that arrive at any rank, self included, times the bytes of a row. Times are medians and
-// 99th percentiles of the maximum over ranks, by events around the call after a barrier kernel; an event pair around
-// nothing measures about 3 us.
+// warps spend their time, by role.
+//
+// mode=nic, nodes=2: normal mode and low latency beside what the rate and the latency of DEEPEP_TESTTRANSPORT=nic:...
+// allow. plugin=FILE: each node is a host of its own, which only NVSHMEM's test transport joins to the others.
+//
+// mode=sweep: lines of CSV for pictures, normal mode with tokens up to tokens=N.
+//
+// Logical bytes of a dispatch: rows that arrive at any rank, self included, times the bytes of a row. Times are medians
+// and 99th percentiles of the maximum over ranks, by events around the call after a barrier kernel; an event pair
+// around nothing measures about 3 us.
 #include <sched.h>
 #include <signal.h>
 #include <sys/mman.h>

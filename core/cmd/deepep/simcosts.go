@@ -17,9 +17,9 @@ func simCostsCommand() *cobra.Command {
 		Short: "What the kernels cost, from what bench_ops measured",
 		Long: `Reads what bench_ops printed (mode=normal, nodes, sweep, ll, llsweep; top-8 of 256
 experts), finds the costs with which deepep sim ep --ours predicts it best, and prints them as
-a file for --costs. Measurements replace those of the same kernels in --base; costs of kernels that were
-not measured stay. Of a kernel's measurements those with the most tokens and the largest
-rows are fitted to, the others check. Without arguments the costs of --base are fitted
+a file for --costs. Measurements replace those of the same kernels in --base; costs of kernels
+that were not measured stay. Of a kernel's measurements those with the most tokens and the
+largest rows are fitted to, the others check. Without arguments the costs of --base are fitted
 again to its own measurements.`,
 		Example: `  bench_ops build/lib/libdeepep_cuda.so mode=sweep ranks=4 devices=4 > sweep.txt
   deepep sim costs sweep.txt > mine.json

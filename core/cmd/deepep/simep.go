@@ -39,9 +39,9 @@ it: rows for every node that has an expert of the token, its own included (on on
 node: for every rank), over the mean time.
 
 --ours predicts this library's kernels instead, from what they were measured to cost: the
-fixed part of a call and the slowest of NIC, NVLink, SMs, streams, queue pairs and memory, beside
-the published figures, with the measurements that the costs come from and how far each is
-missed (docs/scale.md). --costs names a file with other costs, which deepep sim costs
+fixed part of a call and the slowest of NIC, NVLink, SMs, streams, queue pairs and memory,
+beside the published figures, with the measurements that the costs come from and how far each
+is missed (docs/scale.md). --costs names a file with other costs, which deepep sim costs
 makes from the output of bench_ops.`,
 		Example: `  deepep sim ep
   deepep sim ep --mode low-latency --ranks 256,512,1024

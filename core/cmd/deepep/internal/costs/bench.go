@@ -23,7 +23,6 @@ var benchNames = map[string][2]string{
 
 var (
 	benchTimes = regexp.MustCompile(`^(\S.*?) +sms +(\d+) +median +[\d.]+ us .*in-kernel mean +([\d.]+) us`)
-	benchNodes = regexp.MustCompile(`^(\d+) nodes of (\d+) ranks`)
 	benchLL    = regexp.MustCompile(`^LL (\S.*?) +median +[\d.]+ us .*inside +([\d.]+) us`)
 	benchShape = regexp.MustCompile(`^done: \S+ ranks=(\d+) (?:nodes=(\d+) )?devices=\d+ tokens=(\d+) hidden=(\d+)`)
 )
@@ -31,7 +30,6 @@ var (
 // bench collects what one program printed.
 type bench struct {
 	machine, source string
-	perNode         int           // 0: all
 	open            []Measurement // of a run whose shape has not been read yet
 	all             []Measurement
 }
@@ -74,19 +72,12 @@ func (b *bench) line(text string) error {
 		}
 		return nil
 	}
-	if m := benchNodes.FindStringSubmatch(text); m != nil {
-		b.perNode = number(m[2])
-		return nil
-	}
 	if m := benchShape.FindStringSubmatch(text); m != nil {
 		for _, one := range b.open {
 			one.Ranks, one.Tokens, one.Hidden = number(m[1]), number(m[3]), number(m[4])
-			if b.perNode == 0 && m[2] != "" {
-				b.perNode = one.Ranks / max(1, number(m[2]))
-			}
-			b.add(one)
+			b.add(one, max(1, number(m[2])))
 		}
-		b.open, b.perNode = nil, 0
+		b.open = nil
 		return nil
 	}
 	if strings.HasPrefix(text, "csv,") {
@@ -105,12 +96,12 @@ func (b *bench) csv(f []string) error {
 		name, known := benchNames[f[7]]
 		if known && f[5] == "uniform" && f[1] == "0" {
 			b.add(Measurement{Operation: name[0], Format: name[1], Ranks: number(f[2]), Tokens: number(f[3]), Hidden: number(f[4]), SMs: number(f[6]),
-				US: decimal(f[11]), Cached: name[0] == "dispatch"})
+				US: decimal(f[11]), Cached: name[0] == "dispatch"}, 1)
 		}
 	case len(f) == lowLatencyFields:
 		name, known := benchNames[f[4]]
 		if known && decimal(f[3]) == 0 {
-			b.add(Measurement{Operation: "low-latency " + name[0], Format: name[1], Ranks: number(f[0]), Tokens: number(f[1]), Hidden: number(f[2]), US: decimal(f[7])})
+			b.add(Measurement{Operation: "low-latency " + name[0], Format: name[1], Ranks: number(f[0]), Tokens: number(f[1]), Hidden: number(f[2]), US: decimal(f[7])}, 1)
 		}
 	default:
 		return status.Errorf(status.InvalidArgument, "%s: a line of csv with %d fields; bench_ops prints %d (sweep) or %d (llsweep)", b.source, len(f), sweepFields, lowLatencyFields)
@@ -118,10 +109,8 @@ func (b *bench) csv(f []string) error {
 	return nil
 }
 
-func (b *bench) add(m Measurement) {
-	if m.RanksPerNode = b.perNode; m.RanksPerNode == 0 {
-		m.RanksPerNode = m.Ranks
-	}
+func (b *bench) add(m Measurement, nodes int) {
+	m.RanksPerNode = m.Ranks / nodes
 	m.Machine, m.Source = b.machine, b.source
 	b.all = append(b.all, m)
 }

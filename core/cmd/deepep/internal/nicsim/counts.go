@@ -3,7 +3,6 @@ package nicsim
 // Counts are a call's rows by where they go. Means are over the ranks; the others are of the busiest rank, whichever of
 // sending and receiving is more.
 type Counts struct {
-	Tokens      float64 // of a rank
 	RankRows    float64 // mean (token, rank) pairs, the token's own rank included
 	NodeRows    float64 // mean (token, node) pairs, the token's own node included
 	ExpertRows  float64 // mean (token, expert) pairs
@@ -83,7 +82,7 @@ func Count(j Job) (Counts, error) {
 	}
 	ranks := float64(t.Ranks)
 	c := Counts{
-		Tokens: float64(j.Tokens), RankRows: float64(rankRows) / ranks, NodeRows: float64(nodeRows) / ranks, ExpertRows: float64(expertRows) / ranks,
+		RankRows: float64(rankRows) / ranks, NodeRows: float64(nodeRows) / ranks, ExpertRows: float64(expertRows) / ranks,
 		FarNodes: farNodes.busiest(), FarRanks: farRanks.busiest(), FarExperts: farExperts.busiest(),
 		NearRanks: nearRanks.busiest(), NearExperts: nearExperts.busiest(), Forwarded: forwarded.busiest(),
 	}
