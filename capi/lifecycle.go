@@ -204,7 +204,7 @@ func dpgo_buffer_info_get(id C.uintptr_t, info *C.deepep_buffer_info) C.int32_t 
 		info.nvl_rank, info.device = C.int32_t(i.NVLRank), C.int32_t(i.Device)
 		info.num_device_sms, info.host_stream = C.int32_t(i.NumDeviceSMs), flag(i.HostStream)
 		info.peer_rows, info.ready, info.ll_copies = flag(i.PeerRows), flag(i.Ready), flag(i.LLCopies)
-		info.normal_copies = flag(i.NormalCopies)
+		info.normal_copies, info.ll_on_stream = flag(i.NormalCopies), flag(i.LLOnStream)
 		info.num_nvl_bytes, info.num_rdma_bytes = C.uint64_t(i.NVLBytes), C.uint64_t(i.RDMABytes)
 		info.total_bytes = C.uint64_t(i.TotalBytes)
 		info.control_bytes, info.wire_bytes = C.uint64_t(i.ControlBytes), C.uint64_t(i.WireBytes)

@@ -146,8 +146,8 @@ func (g *Group) options(o *BufferOptions, s env.Settings) (engine.Options, error
 		Ordinal: o.Device, Topology: g.topology, NVLBytes: o.NumNVLBytes, RDMABytes: o.NumRDMABytes, LowLatency: o.LowLatency, Shrink: o.Shrink,
 		Preinitialize: o.Preinitialize, Background: o.Background, Timeout: timeout, FirstTimeout: first, StartLimit: g.limit, Log: g.log,
 		RowSegment: s.RowSegment, PreinitBytes: s.PreinitBytes, Shape: o.Shape, LLTransfer: s.LLTransfer,
-		NormalCopies: s.NormalCopies,
-		Explain:      func(err error) error { return g.diagnosed(err, o) },
+		LLSMs: s.LLSMs, NormalCopies: s.NormalCopies,
+		Explain: func(err error) error { return g.diagnosed(err, o) },
 	}
 	opt.HintNormal, opt.HintLL = hints.find(g.size, o.NumNVLBytes, o.NumRDMABytes)
 	if s.Stats {

@@ -263,17 +263,23 @@ func (p *player) lowLatency(what string) error {
 // The CPU engine takes the setting, says that it changes nothing, and goes on.
 func TestLowLatencyTransferOnTheCPU(t *testing.T) {
 	needEngine(t)
-	t.Setenv("DEEPEP_LL_TRANSFER", "copy")
+	for how, why := range map[string]string{"copy": "the engine cpu has no copy engines", "stream": "the engine cpu has no streams"} {
+		t.Run(how, func(t *testing.T) { lowLatencyTransferOnTheCPU(t, how, why) })
+	}
+}
+
+func lowLatencyTransferOnTheCPU(t *testing.T, how, why string) {
+	t.Setenv("DEEPEP_LL_TRANSFER", how)
 	warnings := collectWarnings(t)
 	onRanks(t, 2, BufferOptions{Engine: EngineCPU, LowLatency: true, NumRDMABytes: 1 << 22}, func(m *member) {
-		m.check(!m.Info().LLCopies, "the CPU engine has no copy engines")
+		m.check(!m.Info().LLCopies && !m.Info().LLOnStream, "the CPU engine has neither")
 		l := newLowLatency(&m.pin, m.rank, m.size, 3, 4, 128, 2, 4)
 		a := l.dispatch(Send, false)
 		m.must(m.LowLatencyDispatch(a, &Call{}))
 		a.Phases = Recv
 		m.must(m.LowLatencyDispatch(a, &Call{}))
 	})
-	const want = "DEEPEP_LL_TRANSFER=copy changes nothing: the engine cpu has no copy engines"
+	want := "DEEPEP_LL_TRANSFER=" + how + " changes nothing: " + why
 	if got := warnings(); len(got) != 1 || !strings.Contains(got[0], want) {
 		t.Errorf("got %q, want %q once", got, want)
 	}

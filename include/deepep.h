@@ -220,11 +220,13 @@ typedef struct deepep_buffer_info {
   int32_t rdma_team_start, rdma_team_stride, rdma_team_size, reserved0;
   int32_t ll_copies;     /* 1: copy engines move rows of low-latency halves (DEEPEP_LL_TRANSFER); 0: SMs do */
   int32_t normal_copies; /* 1: copy engines move rows of normal mode where a call allows it (DEEPEP_NORMAL_TRANSFER) */
+  int32_t ll_on_stream;  /* 1: low-latency calls in halves run whole on comm_stream (DEEPEP_LL_TRANSFER=stream) */
+  int32_t reserved1;
 } deepep_buffer_info;
 /* clang-format off */
 #define DEEPEP_BUFFER_INFO_INIT                                                                                     \
   {sizeof(deepep_buffer_info), 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, {0}, {0}, NULL, 0, 0, 0, 0, 0, 0, 0, 0, 0, \
-   0, 0, 0, 0, 0, 0, 0, 0}
+   0, 0, 0, 0, 0, 0, 0, 0, 0, 0}
 /* clang-format on */
 /* local. Never waits: before start-up is complete, fields that are not known yet are 0. */
 deepep_status_t deepep_buffer_info_get(deepep_buffer_t buffer, deepep_buffer_info *info);
@@ -844,7 +846,12 @@ typedef struct deepep_ll_dispatch_args {
 /* collective, launches. A call with both phases runs on the communication stream, as `call` says, if it is asynchronous
  * or has a previous_event; else on call->stream, which would wait for it anyway. Halves run on call->stream, and the
  * receive half on the stream of its send half. At most two sends may be without their receive half: a third is
- * INVALID_STATE. The send half writes args->ticket. */
+ * INVALID_STATE. The send half writes args->ticket.
+ *
+ * In a buffer with ll_on_stream the send half issues the whole call on the communication stream, behind what
+ * call->stream has to do, and the receive half makes call->stream wait for its end. The send half needs all arguments
+ * then; between the halves the call reads its inputs and writes its outputs, which the receive half must name alike.
+ * Both halves belong into the same capture of a graph, or outside of any (else INVALID_STATE). */
 deepep_status_t deepep_low_latency_dispatch(deepep_buffer_t buffer, deepep_ll_dispatch_args *args,
                                             const deepep_call *call);
 
@@ -875,7 +882,7 @@ typedef struct deepep_ll_combine_args {
 /* clang-format on */
 /* collective, launches. Streams, halves and ticket as in deepep_low_latency_dispatch. In a buffer with ll_copies a
  * stream of the buffer may read x, src_info and layout_range after the send half: until the receive half, in the order
- * of its stream, nothing writes to them. */
+ * of its stream, nothing writes to them. So it is in a buffer with ll_on_stream, for all that the call reads. */
 deepep_status_t deepep_low_latency_combine(deepep_buffer_t buffer, deepep_ll_combine_args *args,
                                            const deepep_call *call);
 

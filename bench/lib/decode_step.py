@@ -20,7 +20,7 @@ import deep_ep
 from lib.kernel_clock import Meeting
 from lib.low_latency_mode import make_buffer
 from lib.normal_mode import TOP_K, Case
-from lib.overlap import check_transfer, replayed, rows_cross_by
+from lib.overlap import WAYS, check_transfer, replayed, rows_cross_by
 from lib.ranks import Team
 from lib.tables import Table, duration
 
@@ -157,7 +157,7 @@ def measure(team: Team, hidden: int, rounds: int) -> list[dict[str, Any]]:
     for tokens in TOKENS if on_gpu else (4,):
         for told in (False, True):
             times: dict[str, float] = {}
-            for by in ("sm", "copy") if on_gpu else ("sm",):
+            for by in WAYS if on_gpu else ("sm",):
                 times |= _measure_ways(team, Case(team.size, tokens, hidden), weights, rounds, by, told)
             found.append({"tokens": tokens, "told": told, "times": times})
     return found
@@ -169,9 +169,9 @@ def table(found: list[dict[str, Any]], rounds: int) -> Table:
         "A decoding step of two micro-batches",
         "A layer of two micro-batches of so many tokens: attention stand-in, FP8 dispatch, two grouped products of "
         f"{LOCAL_EXPERTS} experts a rank, combine; in a graph of several, by events, the slowest rank of each of "
-        f"{rounds} replays, median. Halves: one micro-batch computes while the other's rows cross; by copy: "
-        "DEEPEP_LL_TRANSFER=copy. In brackets: how many times as fast as halves by SMs.",
-        ["tokens", "weights", "computing alone", "one after another", "halves by sm", "halves by copy"],
+        f"{rounds} replays, median. Halves: one micro-batch computes while the other's rows cross; by: "
+        "DEEPEP_LL_TRANSFER. In brackets: how many times as fast as halves by SMs.",
+        ["tokens", "weights", "computing alone", "one after another", *(f"halves by {by}" for by in WAYS)],
     )
     for entry in found:
         times = entry["times"]

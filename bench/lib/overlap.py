@@ -28,6 +28,7 @@ NORMAL_GEMM = (4096, 7168, 4096)  # M, K, N
 HALVES_TOKENS = (32, 128)
 HALVES_GEMM = (512, 7168, 4096)
 HALVES_GEMMS = (1, 2, 4)  # between the halves
+WAYS = ("sm", "copy", "stream")  # of DEEPEP_LL_TRANSFER
 REPEATS = 8  # of the pattern in a graph: its begin and end weigh little then
 Call = Callable[[], Any]
 
@@ -226,14 +227,14 @@ def _repeated(call: Call, count: int) -> None:
 
 
 def rows_cross_by(transfer: str) -> AbstractContextManager[None]:
-    """Buffers that are made inside move the rows of low-latency halves by SMs ("sm"), or by copy engines ("copy")."""
+    """Low-latency calls in halves of buffers that are made inside run so: one of WAYS."""
     return _setting("DEEPEP_LL_TRANSFER", transfer)
 
 
 def check_transfer(buffer: deep_ep.Buffer, transfer: str) -> None:
     """Raises RuntimeError if a buffer does not do what rows_cross_by asked of it."""
     if buffer.ll_transfer != transfer:
-        raise RuntimeError(f"rows of this buffer cross by {buffer.ll_transfer}, not by {transfer}")
+        raise RuntimeError(f"halves of this buffer run by {buffer.ll_transfer}, not by {transfer}")
 
 
 def _halves_case(team: Team, case: Case, rounds: int, by: str) -> list[dict[str, Any]]:
@@ -299,8 +300,8 @@ def tables(found: dict[str, list[dict[str, Any]]], rounds: int) -> list[Table]:
         "Low-latency halves around GEMMs",
         f"BF16 GEMMs of {m} x {k} x {n} between the sending and the receiving half, in a graph of {REPEATS} of these; "
         f"a round's time by events, the slowest rank of each of {rounds} replays, median. Halves: without anything "
-        "between them. Hidden: the part of the halves' time that the GEMMs' time covers. By copy: "
-        "DEEPEP_LL_TRANSFER=copy.",
+        "between them. Hidden: the part of the halves' time that the GEMMs' time covers. By: "
+        "DEEPEP_LL_TRANSFER.",
         ["call", "by", "tokens", "GEMMs", "GEMMs alone", "halves alone", "together", "hidden"],
     )
     for e in found["halves"]:
@@ -324,6 +325,6 @@ def measure(team: Team, hidden: int, rounds: int) -> dict[str, list[dict[str, An
     halves = [
         _halves_case(team, Case(team.size, tokens, hidden), rounds, by)
         for tokens in HALVES_TOKENS
-        for by in ("sm", "copy")
+        for by in WAYS
     ]
     return {"normal": sum(normal, []), "halves": sum(halves, [])}

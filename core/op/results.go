@@ -52,6 +52,7 @@ type Info struct {
 
 	LowLatency, Shrink bool
 	LLCopies           bool // copy engines move rows of low-latency halves (DEEPEP_LL_TRANSFER)
+	LLOnStream         bool // a low-latency call in halves runs whole on the communication stream (DEEPEP_LL_TRANSFER=stream)
 	NormalCopies       bool // copy engines move rows of normal mode where a call allows it (DEEPEP_NORMAL_TRANSFER)
 	Ready              bool // the start is complete
 }

@@ -27,6 +27,7 @@ type Options struct {
 	LowLatency    bool
 	Shrink        bool // low-latency calls go on without ranks that died
 	LLTransfer    plan.Transfer
+	LLSMs         int  // of a low-latency call; 0: the kernel library's choice
 	NormalCopies  bool // copy engines move rows of normal mode, where they can
 	RDMA          RDMAOptions
 	Preinitialize bool     // bring in memory during the start
@@ -166,7 +167,7 @@ func (b *Buffer) describe() op.Info {
 		Rank: b.rank, Size: b.size, NumNVLPeers: b.top.NodeSize(), RDMARank: b.top.Node(b.rank), NumRDMARanks: b.top.Nodes(),
 		NVLRank: b.top.Local(b.rank), Device: b.opt.Ordinal, NVLBytes: b.opt.NVLBytes, RDMABytes: b.opt.RDMABytes,
 		LowLatency: b.opt.LowLatency, Shrink: b.opt.Shrink, Timeout: b.opt.Timeout, FirstTimeout: b.opt.FirstTimeout,
-		RDMATeam: b.top.RDMATeam(b.rank), LLCopies: b.copiesRows(), NormalCopies: b.copiesNormal(),
+		RDMATeam: b.top.RDMATeam(b.rank), LLCopies: b.copiesRows(), LLOnStream: b.halvesOnStream(), NormalCopies: b.copiesNormal(),
 	}
 	if b.usesTransport() {
 		i.QPOrderName = b.queueOrder().String()

@@ -173,7 +173,13 @@ func (b *Buffer) freeTeam() error {
 
 func (b *Buffer) freeEvents() error {
 	var err error
-	for _, ev := range append(b.idle, b.order.begin, b.order.end, b.order.tail) {
+	events := append(b.idle, b.order.begin, b.order.end, b.order.tail)
+	for which := range b.tickets {
+		for i := range b.tickets[which] {
+			events = append(events, b.tickets[which][i].end)
+		}
+	}
+	for _, ev := range events {
 		if ev == nil {
 			continue
 		}

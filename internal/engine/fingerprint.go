@@ -32,7 +32,7 @@ func (b *Buffer) fingerprint(failure error) fingerprint {
 		{"num_nvl_bytes", strconv.FormatUint(o.NVLBytes, 10)}, {"num_rdma_bytes", strconv.FormatUint(o.RDMABytes, 10)},
 		{"low_latency_mode", strconv.FormatBool(o.LowLatency)}, {"enable_shrink", strconv.FormatBool(o.Shrink)},
 		{"allow_nvlink_for_low_latency_mode", strconv.FormatBool(!o.RDMA.Everywhere)},
-		{"whether copy engines move low-latency rows (DEEPEP_LL_TRANSFER)", strconv.FormatBool(b.copiesRows())},
+		{"how low-latency calls in halves run (DEEPEP_LL_TRANSFER)", b.transferOfHalves().String()},
 		{"whether copy engines move rows of normal mode (DEEPEP_NORMAL_TRANSFER)", strconv.FormatBool(b.copiesNormal())},
 	}}
 	if b.usesTransport() {

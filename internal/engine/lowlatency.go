@@ -5,25 +5,28 @@ import (
 
 	"github.com/deepep-go/deepep/core/op"
 	"github.com/deepep-go/deepep/internal/abi"
+	"github.com/deepep-go/deepep/internal/device"
 	"github.com/deepep-go/deepep/internal/kern"
 	"github.com/deepep-go/deepep/internal/plan"
 	"github.com/deepep-go/deepep/internal/status"
 )
 
-// placeOf returns the phases of a low-latency call and where it runs.
-func placeOf(given op.Phase, c *Call) (phases uint32, where place, err error) {
+// placeOf returns the phases of a low-latency call, those of its kernel, and where it runs.
+func (b *Buffer) placeOf(given op.Phase, c *Call) (phases, launched uint32, where place, err error) {
 	switch {
+	case given == op.Send && b.halvesOnStream():
+		return abi.PhaseSend, abi.PhaseBoth, onComm, nil
 	case given == op.Send || given == op.Recv:
-		return uint32(given), onCurrent, nil
+		return uint32(given), uint32(given), onCurrent, nil
 	case given != op.SendRecv && given != 0:
-		return 0, 0, status.InvalidArg("phases", given, "SEND = 1, RECV = 2 or SEND_RECV = 3")
+		return 0, 0, 0, status.InvalidArg("phases", given, "SEND = 1, RECV = 2 or SEND_RECV = 3")
 	}
-	return abi.PhaseBoth, placeOfWhole(c), nil
+	return abi.PhaseBoth, abi.PhaseBoth, placeOfWhole(c), nil
 }
 
 // LowLatencyDispatch sends every token to its experts, or receives what was sent, or both. Collective.
 func (b *Buffer) LowLatencyDispatch(a *op.LLDispatchArgs, c *Call) error {
-	phases, where, err := placeOf(a.Phases, c)
+	phases, launched, where, err := b.placeOf(a.Phases, c)
 	if err != nil {
 		return err
 	}
@@ -35,13 +38,14 @@ func (b *Buffer) LowLatencyDispatch(a *op.LLDispatchArgs, c *Call) error {
 	if err := b.checkRDMATokens(a.NumMaxTokens); err != nil {
 		return err
 	}
-	if err := checkLLDispatch(a, phases); err != nil {
+	if err := checkLLDispatch(a, launched); err != nil {
 		return err
 	}
 	p := &b.params.llDispatch
-	half := half{which: opDispatch, phases: phases, where: where, ticket: &a.Ticket, shape: &shape, header: &p.OpHeader, srcInfo: uint64(a.SrcInfo)}
+	half := half{which: opDispatch, phases: phases, launched: launched, where: where, ticket: &a.Ticket, shape: &shape, header: &p.OpHeader,
+		srcInfo: uint64(a.SrcInfo), outputs: outputs{a.RecvX, a.RecvXScales, a.RecvCount, a.SrcInfo, a.LayoutRange, a.CumulativeRecvStats, a.WaitRecvCostStats}}
 	return b.launchHalf(c, &half, func(t *ticket, _ *slotLayout) int32 {
-		p.Phases, p.Ticket, p.Flags = phases, t.word, uint32(a.Flags)
+		p.Phases, p.Ticket, p.Flags = launched, t.word, uint32(a.Flags)
 		p.X, p.TopKIdx, p.TopKWeights = uint64(a.X), uint64(a.TopKIdx), uint64(a.TopKWeights)
 		p.NumTokens, p.NumTopK, p.IndexBytes = a.NumTokens, a.NumTopK, a.IndexType.Size()
 		p.NumMaxTokens, p.Hidden, p.NumExperts = a.NumMaxTokens, a.Hidden, a.NumExperts
@@ -79,7 +83,7 @@ func checkLLDispatch(a *op.LLDispatchArgs, phases uint32) error {
 
 // LowLatencyCombine sends the experts' rows back and sums them by weight, or does one half of that. Collective.
 func (b *Buffer) LowLatencyCombine(a *op.LLCombineArgs, c *Call) error {
-	phases, where, err := placeOf(a.Phases, c)
+	phases, launched, where, err := b.placeOf(a.Phases, c)
 	if err != nil {
 		return err
 	}
@@ -91,13 +95,14 @@ func (b *Buffer) LowLatencyCombine(a *op.LLCombineArgs, c *Call) error {
 	if err := b.checkRDMATokens(a.NumMaxTokens); err != nil {
 		return err
 	}
-	if err := checkLLCombine(a, phases); err != nil {
+	if err := checkLLCombine(a, launched); err != nil {
 		return err
 	}
 	p := &b.params.llCombine
-	half := half{which: opCombine, phases: phases, where: where, ticket: &a.Ticket, shape: &shape, header: &p.OpHeader, srcInfo: uint64(a.SrcInfo)}
+	half := half{which: opCombine, phases: phases, launched: launched, where: where, ticket: &a.Ticket, shape: &shape, header: &p.OpHeader,
+		srcInfo: uint64(a.SrcInfo), outputs: outputs{a.CombinedX, a.WaitRecvCostStats}}
 	return b.launchHalf(c, &half, func(t *ticket, layout *slotLayout) int32 {
-		p.Phases, p.Ticket, p.Flags = phases, t.word, uint32(a.Flags)
+		p.Phases, p.Ticket, p.Flags = launched, t.word, uint32(a.Flags)
 		p.X, p.XRowStride = uint64(a.X), 2*uint64(a.Hidden)
 		if a.Flags&op.LLZeroCopy != 0 {
 			p.X, p.XRowStride = b.zeroCopy(layout, t.slot), layout.rowStride
@@ -144,19 +149,38 @@ func checkCombinedX(a *op.LLCombineArgs, send bool) error {
 
 // half is a low-latency call, or one half of it.
 type half struct {
-	which   int // opDispatch, opCombine
-	phases  uint32
-	where   place
-	ticket  *uint32 // in for a receive half, out for the others
-	shape   *plan.LowLatency
-	header  *abi.OpHeader
-	srcInfo uint64 // of the handle
+	which            int    // opDispatch, opCombine
+	phases, launched uint32 // of the call; of its kernel
+	where            place
+	ticket           *uint32 // in for a receive half, out for the others
+	shape            *plan.LowLatency
+	header           *abi.OpHeader
+	srcInfo          uint64 // of the handle
+	outputs          outputs
 }
+
+// outputs are what a call writes to, in the order of outputNames.
+type outputs [7]uintptr
+
+var outputNames = [2]outputsNames{
+	{"recv_x", "recv_x_scales", "recv_count", "src_info", "layout_range", "cumulative_recv_stats", "wait_recv_cost_stats"},
+	{"combined_x", "wait_recv_cost_stats"},
+}
+
+type outputsNames [len(outputs{})]string
 
 // launchHalf is launch for low-latency operations. It finds or makes the ticket, whose number is the call's.
 func (b *Buffer) launchHalf(c *Call, h *half, run func(*ticket, *slotLayout) int32) error {
 	if err := b.checkLowLatency(); err != nil {
 		return err
+	}
+	if h.phases == abi.PhaseRecv && b.halvesOnStream() {
+		return b.joinHalf(c, h)
+	}
+	if h.phases != h.launched {
+		later := *c
+		later.Async = true
+		c = &later
 	}
 	number := op.Operation(abi.OpLLDispatch + h.which)
 	stream, err := b.begin(c, number, h.where, h.phases == abi.PhaseRecv)
@@ -174,7 +198,8 @@ func (b *Buffer) launchHalf(c *Call, h *half, run func(*ticket, *slotLayout) int
 	if err != nil {
 		return b.abandon(err)
 	}
-	b.header(h.header, uint32(number), h.phases, stream, t.number)
+	b.header(h.header, uint32(number), h.launched, stream, t.number)
+	h.header.NumSMs = b.lowLatencySMs(h)
 	began := b.beforeLaunch(number)
 	code := run(t, layout)
 	b.afterLaunch(began)
@@ -182,7 +207,86 @@ func (b *Buffer) launchHalf(c *Call, h *half, run func(*ticket, *slotLayout) int
 	if code == 0 && h.phases&abi.PhaseRecv != 0 && h.which == opDispatch {
 		b.handles.add(h.srcInfo)
 	}
-	return b.finish(c, h.where, stream, callID{uint32(number), t.number}, b.launched(number, code, h.header.DeviceError))
+	err = b.launched(number, code, h.header.DeviceError)
+	if err == nil && h.phases != h.launched {
+		err = b.leaveOnStream(c, h, t, stream)
+	}
+	return b.finish(c, h.where, stream, callID{uint32(number), t.number}, err)
+}
+
+// streamSMs is enough for a call that runs beside other work: more would only keep them from it.
+const streamSMs = 64
+
+// lowLatencySMs is the number of SMs of a call; 0: the kernel library's choice.
+func (b *Buffer) lowLatencySMs(h *half) int32 {
+	if b.opt.LLSMs == 0 && h.phases != h.launched {
+		return streamSMs
+	}
+	return int32(b.opt.LLSMs)
+}
+
+// leaveOnStream notes in the ticket of a send half what the receive half needs to know: the whole call runs on stream,
+// the communication stream.
+func (b *Buffer) leaveOnStream(c *Call, h *half, t *ticket, stream device.Stream) (err error) {
+	t.stream, t.outputs = device.Stream(c.Stream), h.outputs
+	if t.captured, err = b.dev.Capturing(stream); err != nil {
+		return err
+	}
+	if t.end == nil {
+		if t.end, err = b.dev.NewEvent(); err != nil {
+			return err
+		}
+	}
+	return t.end.Record(stream)
+}
+
+// joinHalf is the receive half of a call that runs on the communication stream since its send half: the caller's stream
+// waits for its end, and for nothing that was issued after it.
+func (b *Buffer) joinHalf(c *Call, h *half) error {
+	if err := b.checkStream(c.Stream); err != nil {
+		return err
+	}
+	number, current := op.Operation(abi.OpLLDispatch+h.which), device.Stream(c.Stream)
+	if err := b.lockFor(number, true); err != nil {
+		return err
+	}
+	t, err := b.openTicket(h.which, *h.ticket, h.shape, current)
+	if err == nil {
+		err = t.checkOutputs(h)
+	}
+	if err == nil {
+		err = b.checkCapture(number, t, current)
+	}
+	if err == nil && c.Previous != nil {
+		err = c.Previous.ev.Join(current)
+	}
+	if err == nil {
+		err = t.end.Join(current)
+	}
+	if err == nil && c.Event != nil {
+		err = c.Event.ev.Record(current)
+	}
+	if err == nil {
+		b.updateTicket(t, abi.PhaseRecv, 0)
+		if h.which == opDispatch {
+			b.handles.add(h.srcInfo)
+		}
+	}
+	return b.abandon(err)
+}
+
+// checkCapture refuses a receive half inside the capture of a graph whose send half is outside, and the other way
+// round: a stream cannot wait across that border, and the graph's replays would be half calls.
+func (b *Buffer) checkCapture(number op.Operation, t *ticket, current device.Stream) error {
+	captured, err := b.dev.Capturing(current)
+	if err != nil || captured == t.captured {
+		return err
+	}
+	if captured {
+		return status.Errorf(status.InvalidState, "%s #%d was sent before the capture of this graph began: receive it before that", number, t.number)
+	}
+	t.open = false
+	return status.Errorf(status.InvalidState, "%s #%d was sent in the capture of a graph: its receive half belongs into the same capture", number, t.number)
 }
 
 // checkLowLatency refuses low-latency operations of a buffer that was not made for them.

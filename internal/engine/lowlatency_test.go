@@ -232,12 +232,21 @@ func TestLaunchesAllocateNothing(t *testing.T) {
 	if raced {
 		t.Skip("the race detector makes pools forget at random: needs a plain build")
 	}
-	r := newRig(t)
+	r := newRigWith(t, onStream)
 	call := &engine.Call{Stream: 1}
 	a := &op.LLDispatchArgs{Phases: 3, NumTokens: 1, NumMaxTokens: 2, Hidden: 128, NumTopK: 1, NumExperts: 1, IndexType: op.Int64,
 		X: somewhere, TopKIdx: somewhere, RecvX: somewhere, RecvCount: somewhere, SrcInfo: somewhere, LayoutRange: somewhere}
+	halves := *a
 	for name, f := range map[string]func() error{
 		"low-latency dispatch": func() error { return r.LowLatencyDispatch(a, call) },
+		"its halves on the stream": func() error {
+			halves.Phases = op.Send
+			if err := r.LowLatencyDispatch(&halves, call); err != nil {
+				return err
+			}
+			halves.Phases = op.Recv
+			return r.LowLatencyDispatch(&halves, call)
+		},
 		"layout":               func() error { return r.layout(call) },
 		"barrier":              func() error { return r.Barrier(call) },
 	} {
@@ -277,22 +286,123 @@ func BenchmarkLaunch(b *testing.B) {
 	}
 }
 
+func onStream(o *engine.Options) { o.LLTransfer = plan.StreamTransfer }
+
+// The send half issues the whole call on the communication stream, and nothing waits for it but the receive half, which
+// waits for no later call.
+func TestHalvesOnTheStream(t *testing.T) {
+	r := newRigWith(t, onStream)
+	first, err := r.half(1, 0, 1)
+	r.must(err)
+	r.expect("first", "record a on 1", "C waits a", "ll_dispatch #1 on C phases 3 ticket 0 sms 64", "record b on C")
+	second, err := r.half(1, 0, 1)
+	r.must(err)
+	r.expect("second", "record a on 1", "C waits a", "ll_dispatch #2 on C phases 3 ticket 1 sms 64", "record b on C")
+	if _, err := r.half(1, 0, 1); !errors.Is(err, status.ErrInvalidState) || !strings.Contains(err.Error(), "a third has no room") {
+		t.Errorf("third send: %v", err)
+	}
+	r.read()
+	if _, err := r.half(2, first, 2); !errors.Is(err, status.ErrInvalidArgument) || !strings.Contains(err.Error(), "argument stream") {
+		t.Errorf("receive on another stream: %v", err)
+	}
+	r.expect("a refused receive half")
+	_, err = r.half(2, first, 1)
+	r.must(err)
+	r.expect("receive", "1 waits a")
+	if _, err := r.half(2, first, 1); !errors.Is(err, status.ErrInvalidArgument) {
+		t.Errorf("received again: %v", err)
+	}
+	_, err = r.half(2, second, 1)
+	r.must(err)
+	r.expect("receive of the other", "1 waits a")
+	_, err = r.half(3, 0, 1)
+	r.must(err)
+	r.expect("whole call", "record a on C", "1 waits a", "ll_dispatch #3 on 1 phases 3 ticket 0", "record a on 1")
+}
+
+// The send half needs what the receive half writes, and that names the same.
+func TestArgumentsOfHalvesOnTheStream(t *testing.T) {
+	r := newRigWith(t, onStream)
+	a := &op.LLCombineArgs{Phases: op.Send, NumTokens: 1, NumMaxTokens: 2, Hidden: 128, NumTopK: 1, NumExperts: 1, IndexType: op.Int64,
+		X: somewhere, TopKIdx: somewhere, TopKWeights: somewhere, SrcInfo: somewhere, LayoutRange: somewhere}
+	call := &engine.Call{Stream: 1}
+	if err := r.LowLatencyCombine(a, call); !errors.Is(err, status.ErrInvalidArgument) || !strings.Contains(err.Error(), "combined_x") {
+		t.Errorf("a send half without output: %v", err)
+	}
+	a.CombinedX = somewhere + 1<<20
+	r.must(r.LowLatencyCombine(a, call))
+	a.Phases, a.CombinedX = op.Recv, somewhere+1<<21
+	err := r.LowLatencyCombine(a, call)
+	if !errors.Is(err, status.ErrInvalidArgument) || err.Error() != "argument combined_x: got 0x210000, allowed that of the send half: 0x110000" {
+		t.Errorf("a receive half with another output: %v", err)
+	}
+	a.CombinedX = somewhere + 1<<20
+	r.must(r.LowLatencyCombine(a, call))
+}
+
+// Halves of one call are in one capture, or in none.
+func TestCaptureOfHalvesOnTheStream(t *testing.T) {
+	r := newRigWith(t, onStream)
+	comm := uint64(r.Info().CommStream)
+	eager, err := r.half(1, 0, 1)
+	r.must(err)
+	r.capturing(1)
+	if _, err := r.half(2, eager, 1); !errors.Is(err, status.ErrInvalidState) || !strings.Contains(err.Error(), "#1 was sent before the capture") {
+		t.Errorf("received in a capture: %v", err)
+	}
+	r.capturing(0)
+	_, err = r.half(2, eager, 1)
+	r.must(err)
+	r.capturing(comm) // which joins the capture when it waits for the caller's stream
+	captured, err := r.half(1, 0, 1)
+	r.must(err)
+	r.capturing(0)
+	if _, err := r.half(2, captured, 1); !errors.Is(err, status.ErrInvalidState) || !strings.Contains(err.Error(), "#2 was sent in the capture") {
+		t.Errorf("received after its capture: %v", err)
+	}
+	for range 3 { // its slot is free again
+		ticket, err := r.half(1, 0, 1)
+		r.must(err)
+		_, err = r.half(2, ticket, 1)
+		r.must(err)
+	}
+}
+
+// DEEPEP_LL_SMS reaches the kernels of both operations, halves and whole calls.
+func TestSMsOfLowLatency(t *testing.T) {
+	r := newRigWith(t, func(o *engine.Options) { o.LLSMs = 24 })
+	ticket, err := r.half(1, 0, 1)
+	r.must(err)
+	_, err = r.half(2, ticket, 1)
+	r.must(err)
+	r.must(r.LowLatencyCombine(&op.LLCombineArgs{Phases: 3, NumTokens: 1, NumMaxTokens: 2, Hidden: 128, NumTopK: 1, NumExperts: 1, IndexType: op.Int64,
+		X: somewhere, TopKIdx: somewhere, TopKWeights: somewhere, SrcInfo: somewhere, LayoutRange: somewhere, CombinedX: somewhere + 1<<20}, &engine.Call{Stream: 1}))
+	if trace := r.read(); strings.Count(trace, "sms 24") != 3 {
+		t.Error(trace)
+	}
+	r.must(r.Barrier(&engine.Call{Stream: 1}))
+	if trace := r.read(); strings.Contains(trace, "sms") {
+		t.Error(trace)
+	}
+}
+
 // Copy engines move rows where the setting asks for them, the buffer is for low latency and its ranks are one node.
 func TestWhoMovesLowLatencyRows(t *testing.T) {
 	lib := fakeLibrary(t, "libfake.so")
 	for _, c := range []struct {
-		transfer   plan.Transfer
-		lowLatency bool
-		want       bool
-	}{{plan.AutoTransfer, true, false}, {plan.SMTransfer, true, false}, {plan.CopyTransfer, true, true}, {plan.CopyTransfer, false, false}} {
+		transfer         plan.Transfer
+		lowLatency       bool
+		copies, onStream bool
+	}{{plan.AutoTransfer, true, false, false}, {plan.SMTransfer, true, false, false}, {plan.CopyTransfer, true, true, false},
+		{plan.CopyTransfer, false, false, false}, {plan.StreamTransfer, true, false, true}, {plan.StreamTransfer, false, false, false}} {
 		o := rigOptions(lib, plan.Topology{Ranks: 1, Peers: 8})
 		o.LLTransfer, o.LowLatency = c.transfer, c.lowLatency
 		b, err := engine.New(context.Background(), &alone{}, o)
 		if err != nil {
 			t.Fatal(err)
 		}
-		if got := b.Info().LLCopies; got != c.want {
-			t.Errorf("%+v: got %v", c, got)
+		if i := b.Info(); i.LLCopies != c.copies || i.LLOnStream != c.onStream {
+			t.Errorf("%+v: got %v, %v", c, i.LLCopies, i.LLOnStream)
 		}
 		if err := b.Destroy(); err != nil {
 			t.Error(err)

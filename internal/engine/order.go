@@ -215,8 +215,20 @@ func (b *Buffer) hostWait(ev *device.Event, own callID) error {
 // and calls finish, or abandon; on error nothing is held. rest: the call is the second part of one that peers are in
 // already; it does not stop for the refusal of an earlier call.
 func (b *Buffer) begin(c *Call, number op.Operation, where place, rest bool) (device.Stream, error) {
-	if err := b.start(); err != nil {
+	if err := b.lockFor(number, rest); err != nil {
 		return 0, err
+	}
+	stream, err := b.addDependencies(c, where)
+	if err != nil {
+		return 0, b.abandon(err)
+	}
+	return stream, nil
+}
+
+// lockFor is begin without dependencies: on success b.mu is held, until abandon or finish.
+func (b *Buffer) lockFor(number op.Operation, rest bool) error {
+	if err := b.start(); err != nil {
+		return err
 	}
 	usable := b.usable
 	if rest {
@@ -224,19 +236,14 @@ func (b *Buffer) begin(c *Call, number op.Operation, where place, rest bool) (de
 	}
 	if err := usable(); err != nil { // without b.mu: it may log, and a log function may wait for other threads
 		b.leave()
-		return 0, err
+		return err
 	}
 	if err := b.peersAwake(number, rest); err != nil {
 		b.leave()
-		return 0, err
+		return err
 	}
 	b.mu.Lock()
-	stream, err := b.addDependencies(c, where)
-	if err != nil {
-		b.mu.Unlock()
-		b.leave()
-	}
-	return stream, err
+	return nil
 }
 
 // finish ends what begin began. own is the call, err the launch's. The wait on the host happens without b.mu.
@@ -256,7 +263,7 @@ func (b *Buffer) finish(c *Call, where place, stream device.Stream, own callID, 
 	return err
 }
 
-// abandon ends what begin began if nothing was launched.
+// abandon ends what begin or lockFor began if nothing was launched.
 func (b *Buffer) abandon(err error) error {
 	b.mu.Unlock()
 	b.leave()

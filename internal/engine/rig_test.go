@@ -80,8 +80,16 @@ type rig struct {
 
 func newRig(t testing.TB) *rig {
 	t.Helper()
+	return newRigWith(t, func(*engine.Options) {})
+}
+
+// newRigWith is newRig of a buffer whose options change has seen.
+func newRigWith(t testing.TB, change func(*engine.Options)) *rig {
+	t.Helper()
 	lib := fakeLibrary(t, "libfake.so")
-	b, err := engine.New(context.Background(), &alone{}, rigOptions(lib, plan.Topology{Ranks: 1, Peers: 8}))
+	o := rigOptions(lib, plan.Topology{Ranks: 1, Peers: 8})
+	change(&o)
+	b, err := engine.New(context.Background(), &alone{}, o)
 	if err != nil {
 		t.Fatal(err)
 	}

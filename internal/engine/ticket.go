@@ -30,6 +30,21 @@ type ticket struct {
 	slot   uint64 // combines sent before it
 	stream device.Stream
 	shape  plan.LowLatency
+
+	// Where calls in halves run on the communication stream:
+	end      *device.Event // of the call, kept from call to call
+	captured bool          // the call is in a graph
+	outputs  outputs
+}
+
+// checkOutputs refuses a receive half that names others than its send half, which writes to them.
+func (t *ticket) checkOutputs(h *half) error {
+	for i, output := range h.outputs {
+		if output != t.outputs[i] {
+			return status.InvalidArg(outputNames[h.which][i], fmt.Sprintf("%#x", output), fmt.Sprintf("that of the send half: %#x", t.outputs[i]))
+		}
+	}
+	return nil
 }
 
 // ticketFor returns the ticket of a receive half, or a free one with the next call number. b.mu is held.
@@ -48,7 +63,7 @@ func (b *Buffer) ticketFor(which int, phases, id uint32, shape *plan.LowLatency,
 		call := abi.OpLLDispatch + which
 		b.calls[call]++
 		word := uint32(which*numSends + i)
-		*t = ticket{word: word, id: (t.id/abi.NumTickets+1)*abi.NumTickets + word, number: b.calls[call], epoch: b.sends[which], stream: stream, shape: *shape}
+		*t = ticket{word: word, id: (t.id/abi.NumTickets+1)*abi.NumTickets + word, number: b.calls[call], epoch: b.sends[which], stream: stream, shape: *shape, end: t.end}
 		if which == opCombine {
 			t.slot = b.combines
 		}

@@ -221,11 +221,24 @@ func (b *Buffer) teamFlags() (flags uint32) {
 	return flags
 }
 
-// copiesRows reports whether copy engines move rows of low-latency halves.
-func (b *Buffer) copiesRows() bool {
+// transferOfHalves says how low-latency calls in halves run: DEEPEP_LL_TRANSFER, where that changes anything.
+func (b *Buffer) transferOfHalves() plan.Transfer {
 	lib := b.opt.Library
-	return b.opt.LowLatency && b.opt.LLTransfer.ByCopies() && lib != nil && lib.Has(abi.CapLLCopy) && !b.usesTransport()
+	if !b.opt.LowLatency || lib == nil || b.usesTransport() {
+		return plan.SMTransfer
+	}
+	switch t := b.opt.LLTransfer; {
+	case t == plan.CopyTransfer && lib.Has(abi.CapLLCopy), t == plan.StreamTransfer && !lib.Has(abi.CapHostStream):
+		return t
+	}
+	return plan.SMTransfer
 }
+
+// copiesRows reports whether copy engines move rows of low-latency halves.
+func (b *Buffer) copiesRows() bool { return b.transferOfHalves() == plan.CopyTransfer }
+
+// halvesOnStream reports whether low-latency calls in halves run whole on the communication stream.
+func (b *Buffer) halvesOnStream() bool { return b.transferOfHalves() == plan.StreamTransfer }
 
 // copiesNormal reports whether copy engines move rows of normal mode.
 func (b *Buffer) copiesNormal() bool {
@@ -261,14 +274,18 @@ func (b *Buffer) mentionTransfer() {
 	if why := b.whyNoNormalCopies(); b.opt.NormalCopies && b.opt.NVLBytes > 0 && why != "" {
 		WarnOnce(b.log, "DEEPEP_NORMAL_TRANSFER=copy changes nothing: "+why)
 	}
-	if !b.opt.LowLatency || !b.opt.LLTransfer.ByCopies() || b.copiesRows() {
+	asked := b.opt.LLTransfer
+	if !b.opt.LowLatency || asked == b.transferOfHalves() || asked != plan.CopyTransfer && asked != plan.StreamTransfer {
 		return
 	}
 	why := "the engine " + b.opt.Library.Kind + " has no copy engines"
-	if b.usesTransport() {
+	switch {
+	case b.usesTransport():
 		why = "rows of this buffer go through queue pairs"
+	case asked == plan.StreamTransfer:
+		why = "the engine " + b.opt.Library.Kind + " has no streams"
 	}
-	WarnOnce(b.log, "DEEPEP_LL_TRANSFER=copy changes nothing: "+why)
+	WarnOnce(b.log, "DEEPEP_LL_TRANSFER="+asked.String()+" changes nothing: "+why)
 }
 
 // losePeer discards what is queued for a rank that has died or left, so that no call waits for its queue pairs.

@@ -60,7 +60,8 @@ type Settings struct {
 	ISA          string        // DEEPEP_ISA: auto
 	RowSegment   int64         // DEEPEP_ZERO_COPY_BYTES: memory for received rows of normal mode; -1: the plan's
 	PreinitBytes uint64        // DEEPEP_PREINIT_BYTES: 256 MiB; host memory that preinitialize brings in, of a rank
-	LLTransfer   plan.Transfer // DEEPEP_LL_TRANSFER: auto; what moves the rows of low-latency halves inside a node
+	LLTransfer   plan.Transfer // DEEPEP_LL_TRANSFER: auto; how low-latency calls in halves run
+	LLSMs        int           // DEEPEP_LL_SMS: 0; SMs of a low-latency call, 0: one for each token of a full call
 	NormalCopies bool          // DEEPEP_NORMAL_TRANSFER=copy: copy engines move rows of normal mode inside a node
 }
 
@@ -85,6 +86,7 @@ const MaxNICs = 64
 
 // Limits of the numeric settings; the errors print them.
 const (
+	maxSMs        = 1024                 // more than any GPU has
 	maxTimeoutMS  = 7 * 24 * 3600 * 1000 // a week
 	maxNodes      = plan.MaxRanks        // a rank each
 	maxWorkspace  = 1 << 47              // the address space of a process
@@ -114,6 +116,7 @@ func Load(get func(name string) string) (Settings, error) {
 	}
 	s.LogLevel, s.LogPath = p.log("DEEPEP_LOG")
 	s.LLTransfer = plan.Transfer(slices.Index(plan.TransferNames(), p.choice("DEEPEP_LL_TRANSFER", plan.TransferNames()...)))
+	s.LLSMs = p.number("DEEPEP_LL_SMS", 0, 0, maxSMs)
 	s.NormalCopies = p.choice("DEEPEP_NORMAL_TRANSFER", "sm", "copy") == "copy"
 	s.RDMA = p.rdma()
 	if len(p.bad) > 0 {

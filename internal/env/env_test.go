@@ -36,12 +36,12 @@ func TestEverySettingIsRead(t *testing.T) {
 		"DEEPEP_HEARTBEAT_MS": "20", "DEEPEP_STATS": "off", "DEEPEP_ISA": "avx2", "DEEPEP_PREINIT_BYTES": "12345",
 		"DEEPEP_NUM_MAX_RDMA_PEERS": "20", "NUM_MAX_RDMA_PEERS": "21", "DEEPEP_NUM_WORKSPACE_BYTES": "33554432", "DEEPEP_NUM_QPS_PER_RANK": "12",
 		"DEEPEP_QP_DEPTH": "2048", "NVSHMEM_QP_DEPTH": "512", "DEEPEP_NUM_MAX_RDMA_TOKENS": "256", "DEEPEP_QP_ORDER": "linear", "DEEPEP_SOFTWARE_RDMA": "18446744073709551615:Late",
-		"DEEPEP_NUM_NICS": "2", "DEEPEP_NICS": "mlx5_0:1,mlx5_1", "DEEPEP_SERVICE_LEVEL": "3", "DEEPEP_TRAFFIC_CLASS": "106", "DEEPEP_ZERO_COPY_BYTES": "0", "DEEPEP_LL_TRANSFER": "Copy", "DEEPEP_NORMAL_TRANSFER": "copy",
+		"DEEPEP_NUM_NICS": "2", "DEEPEP_NICS": "mlx5_0:1,mlx5_1", "DEEPEP_SERVICE_LEVEL": "3", "DEEPEP_TRAFFIC_CLASS": "106", "DEEPEP_ZERO_COPY_BYTES": "0", "DEEPEP_LL_TRANSFER": "Copy", "DEEPEP_LL_SMS": "32", "DEEPEP_NORMAL_TRANSFER": "copy",
 	}))
 	want := env.Settings{
 		Engine: "cpu", Kernels: "/opt/k", Timeout: 1500 * time.Millisecond, FirstTimeout: 2500 * time.Millisecond,
 		LogLevel: "debug", LogPath: "/tmp/a:b.log", MaxNVLPeers: 4, Interface: "ib0", Heartbeat: 20 * time.Millisecond,
-		Stats: false, ISA: "avx2", PreinitBytes: 12345, LLTransfer: plan.CopyTransfer, NormalCopies: true,
+		Stats: false, ISA: "avx2", PreinitBytes: 12345, LLTransfer: plan.CopyTransfer, LLSMs: 32, NormalCopies: true,
 		RDMA: env.RDMA{MaxPeers: 20, WorkspaceBytes: 32 << 20, QPs: 12, QPDepth: 2048, MaxTokens: 256, Order: plan.Linear, DepthFrom: "DEEPEP_QP_DEPTH", TokensFrom: "DEEPEP_NUM_MAX_RDMA_TOKENS", Seed: math.MaxUint64, Late: true,
 			NICs: env.NICs{PerRank: 2, Names: "mlx5_0:1,mlx5_1", NamesFrom: "DEEPEP_NICS", ServiceLevel: 3, TrafficClass: 106}},
 	}
@@ -108,7 +108,8 @@ func TestBadValuesNameVariableValueAllowed(t *testing.T) {
 		{"DEEPEP_QP_DEPTH", "65536", "a whole number from 1 to 32768"},
 		{"DEEP_EP_NUM_MAX_RDMA_TOKENS", "16384", "a whole number from 1 to 16383"},
 		{"DEEPEP_QP_ORDER", "random", "auto, linear, planned, rotated, spread"},
-		{"DEEPEP_LL_TRANSFER", "dma", "auto, sm, copy"},
+		{"DEEPEP_LL_TRANSFER", "dma", "auto, sm, copy, stream"},
+		{"DEEPEP_LL_SMS", "-1", "a whole number from 0 to 1024"},
 		{"DEEPEP_NORMAL_TRANSFER", "auto", "sm, copy"},
 		{"DEEPEP_SERVICE_LEVEL", "16", "a whole number from 0 to 15"},
 		{"NVSHMEM_IB_TRAFFIC_CLASS", "256", "a whole number from 0 to 255"},

@@ -1,17 +1,18 @@
 package plan
 
-// Transfer says what moves the rows of low-latency halves inside a node.
+// Transfer says how low-latency calls in halves run, and what moves their rows inside a node.
 type Transfer int
 
 // Transfers. The zero value is the default.
 const (
-	AutoTransfer Transfer = iota // SMTransfer: which is faster beside other work is not measured for enough shapes yet
-	SMTransfer                   // the sending half's kernel stores them at their receivers
-	CopyTransfer                 // of dispatch: its kernel packs them, and copy engines bring them; of combine: as SMTransfer
+	AutoTransfer   Transfer = iota // SMTransfer: with it alone x is free once the sending half is done
+	SMTransfer                     // the sending half's kernel stores rows at their receivers
+	CopyTransfer                   // the sending half's kernel packs rows, and copy engines bring them
+	StreamTransfer                 // the whole call runs on the communication stream; the receiving half waits for it
 )
 
 // TransferNames are the transfers' names, in the order of the constants.
-func TransferNames() []string { return []string{"auto", "sm", "copy"} }
+func TransferNames() []string { return []string{"auto", "sm", "copy", "stream"} }
 
-// ByCopies reports whether copy engines move rows, where the kernel library has them.
-func (t Transfer) ByCopies() bool { return t == CopyTransfer }
+// String returns the name.
+func (t Transfer) String() string { return TransferNames()[t] }

@@ -248,6 +248,8 @@ class BufferInfo(ctypes.Structure):
         ("reserved0", I32),
         ("ll_copies", I32),
         ("normal_copies", I32),
+        ("ll_on_stream", I32),
+        ("reserved1", I32),
     ]
 
 

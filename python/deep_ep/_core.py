@@ -68,7 +68,8 @@ class Core:
     def _adopt(self, info: Any) -> None:
         self.rank, self.group_size = int(info.rank), int(info.size)
         self.num_nvl_peers = int(info.num_nvl_peers)
-        self.ll_transfer = "copy" if info.ll_copies else "sm"
+        self.ll_transfer = "copy" if info.ll_copies else "stream" if info.ll_on_stream else "sm"
+        self.runs_beside = bool(info.ll_on_stream)  # a low-latency call in halves, on the communication stream
         self.normal_transfer = "copy" if info.normal_copies else "sm"
         self.num_nodes = max(1, self.group_size // self.num_nvl_peers) if self.num_nvl_peers else 1
         first, stride = int(info.rdma_team_start), int(info.rdma_team_stride)

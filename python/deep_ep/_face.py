@@ -85,7 +85,7 @@ class SecondHalf:
     Its plan reads them first (Program.read_structs), of which the struct of the arguments is the first.
     """
 
-    def __init__(self, owner: Any, function: Any, receives: int, second: int) -> None:
+    def __init__(self, owner: Any, function: Any, receives: int, second: int, goes_on: bool) -> None:
         """For a call that is one of two halves.
 
         Args:
@@ -94,8 +94,10 @@ class SecondHalf:
             function: of the C API, or None.
             receives: the first 8 bytes of the arguments then.
             second: where the deepep_call lies.
+            goes_on: the call uses its tensors until the hook is called: `let_go(held)` is told of one that nobody
+                will call any more.
         """
-        self.constants = owner, 0 if function is None else address_of(function), receives, second
+        self.constants = owner, 0 if function is None else address_of(function), receives, second, goes_on
 
 
 @functools.cache

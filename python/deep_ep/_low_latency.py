@@ -375,7 +375,8 @@ class LowLatencyMode:
             call.numbers = ()  # its phases are the halves'
             call.args.phases = _abi.SEND
             self._run(function, call, stream, held)
-            return EventOverlap(), _Hook(functools.partial(self._receive, function, call, pool, stream, held))
+            receive = functools.partial(self._receive, function, call, pool, stream, held)
+            return EventOverlap(), _Hook(receive, (self._core, held) if self._core.runs_beside else None)
         if async_finish:
             return self._run_asynchronously(function, call, pool, held), None
         self._run(function, call, stream, held)
@@ -460,10 +461,17 @@ def _check_returns(async_finish: object, return_recv_hook: object) -> tuple[bool
 class _Hook:
     """Issues the second half of a call, on the stream that was current when the first was issued. Once."""
 
-    __slots__ = ("_issue",)
+    __slots__ = ("_issue", "_used")
 
-    def __init__(self, issue: Callable[[], None]) -> None:
+    def __init__(self, issue: Callable[[], None], used: tuple[Core, Held] | None) -> None:
+        """`used`: what the call may still use when nobody has called the hook: on whose communication stream, tensors."""
         self._issue: Callable[[], None] | None = issue
+        self._used = used
+
+    def __del__(self) -> None:
+        if self._issue is not None and self._used is not None:
+            core, tensors = self._used
+            core.record_on_comm_stream(tensors)
 
     @opaque
     def __call__(self) -> None:
@@ -472,5 +480,7 @@ class _Hook:
             raise hook_was_called()
         try:
             issue()
-        except errors.DeepEPValueError as error:
+        except errors.DeepEPError as error:
+            if self._used is not None:
+                self._issue = issue  # as it was: it may be called again
             raise second_half_error(error) from None

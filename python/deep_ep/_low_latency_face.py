@@ -33,7 +33,7 @@ class Second:
 
     def hook(self) -> _face.SecondHalf:
         """For a plan, which holds this object; this one must not hold it: a cycle would keep the buffer."""
-        return _face.SecondHalf(self, self._direct, self._receives, self._call)
+        return _face.SecondHalf(self, self._direct, self._receives, self._call, self._core.runs_beside)
 
     @opaque
     def run(self, structs: bytes, held: Held) -> None:
@@ -59,6 +59,16 @@ class Second:
             launch.left = True
             raise
         core.idle.append(launch)
+
+    @opaque
+    def let_go(self, held: tuple[Any, ...]) -> None:
+        """Nobody will call the hook of a call that may still run: its tensors' memory waits for its end.
+
+        Args:
+            held: what the call gave (its structs, its outputs), and its tensors.
+        """
+        made, *given = held
+        self._core.record_on_comm_stream((*made[1:], *given))
 
     @opaque
     def refuse(self, status: int | None) -> NoReturn:

@@ -582,7 +582,9 @@ class Buffer:
             round_scale: scales are powers of two.
             use_ue8m0: scales are packed exponent bytes; needs round_scale and H a multiple of 512.
             async_finish: True: the caller waits through the returned event.
-            return_recv_hook: True: only send now; the hook receives, on the stream that is current now.
+            return_recv_hook: True: only send now; the hook receives, on the stream that is current now. Where
+                ll_transfer is "stream" the whole call goes on beside that stream until the hook: nothing may write to
+                its tensors.
             topk_weights: ``[T, K]`` float32 sent along, so that the send half of a combine may sum at the experts' rank
                 too; or None.
             use_nvfp4: cast to NVFP4, whatever use_fp8 says: two e2m1 in a byte, the lower channel in the lower half,
@@ -794,8 +796,8 @@ class Buffer:
             use_logfmt: rows cross the wire in LogFMT-10; on GPUs, as without it, the sums of a rank's rows for a token.
             zero_copy: the rows are in get_next_low_latency_combine_buffer(); x is ignored, and H is the handle's. Not
                 with use_logfmt.
-            async_finish, return_recv_hook: as in low_latency_dispatch. Where ll_transfer is "copy", nothing may write
-                to x and the handle's tensors before the hook is called.
+            async_finish, return_recv_hook: as in low_latency_dispatch. Where ll_transfer is "copy" or "stream",
+                nothing may write to x and the handle's tensors before the hook is called.
             out: ``[T, H]`` BF16 to fill, or None.
             combine_wait_recv_cost_stats: ``[R]`` int64, += nanoseconds waited for each rank, or None.
             unreduced: every expert's row crosses the wire and is summed at the token's rank. Else a rank with a GPU may
@@ -1004,7 +1006,7 @@ class Buffer:
 
     @property
     def ll_transfer(self) -> str:
-        """What moves rows of low-latency calls in halves inside a node: "sm" or "copy" (DEEPEP_LL_TRANSFER)."""
+        """How low-latency calls in halves run: "sm", "copy" or "stream" (DEEPEP_LL_TRANSFER)."""
         return self._core.ll_transfer
 
     @property

@@ -59,7 +59,7 @@ static struct {
 
 static PyObject *tensor_type, *wrap, *num_modes, *without_modes, *in_inference, *inference_guard; /* of torch */
 static PyObject *name_cdata, *name_enter, *name_exit, *name_record_stream, *name_is_ready, *name_enter_core, *name_run,
-    *name_refuse, *name_event, *name_new_launch, *name_launch, *name_after, *name_user_of, *name_is_neg;
+    *name_refuse, *name_let_go, *name_event, *name_new_launch, *name_launch, *name_after, *name_user_of, *name_is_neg;
 /* The attributes of an EventHandle, in the order in which `start` sets them. */
 static const char *const handle_attributes[] = {"_core", "_home", "_users", "_stream", "_torch", "_launch"};
 enum { kHandleAttributes = 6 };
@@ -557,6 +557,7 @@ typedef struct Hook {
   deepep_buffer_t buffer;
   uint64_t receives; /* the first 8 bytes of its structs */
   int64_t second;    /* where the second struct lies */
+  int goes_on;       /* the call may still use its tensors when nobody has called the hook */
   PyObject *structs, *held, *owner;
 } Hook;
 
@@ -594,6 +595,11 @@ static PyObject *hook_call(PyObject *self, PyObject *args, PyObject *keywords) {
       Py_DECREF(result);
       result = PyObject_CallMethodObjArgs(hook->owner, name_refuse, number, NULL);
       Py_DECREF(number);
+      if (hook->goes_on && hook->structs == NULL) { /* as it was: it may be called again */
+        hook->structs = structs;
+        hook->held = held;
+        return result;
+      }
     }
   }
   Py_DECREF(structs);
@@ -609,8 +615,17 @@ static int hook_traverse(PyObject *self, visitproc visit, void *arg) {
 }
 
 static int hook_clear(PyObject *self) {
-  Py_CLEAR(((Hook *)self)->structs);
-  Py_CLEAR(((Hook *)self)->held);
+  Hook *hook = (Hook *)self;
+  if (hook->goes_on && hook->structs != NULL && hook->held != NULL) {
+    PyObject *kind, *value, *traceback, *result;
+    PyErr_Fetch(&kind, &value, &traceback);
+    result = PyObject_CallMethodObjArgs(hook->owner, name_let_go, hook->held, NULL);
+    if (result == NULL) PyErr_WriteUnraisable(self);
+    Py_XDECREF(result);
+    PyErr_Restore(kind, value, traceback);
+  }
+  Py_CLEAR(hook->structs);
+  Py_CLEAR(hook->held);
   return 0;
 }
 
@@ -624,7 +639,7 @@ static void hook_free(PyObject *self) {
   Py_DECREF(type);
 }
 
-/* `second`: (owner, function or 0, receives, where the second struct lies); the structs are got's first entry. */
+/* `second`: (owner, function or 0, receives, where the second struct lies, goes_on); the structs are got's first entry. */
 static PyObject *make_hook(const Site *site, const Given *given, PyObject *got, PyObject *second) {
   Hook *hook = (Hook *)((allocfunc)PyType_GetSlot(hook_type, Py_tp_alloc))(hook_type, 0);
   int i;
@@ -633,6 +648,7 @@ static PyObject *make_hook(const Site *site, const Given *given, PyObject *got, 
   hook->enter = (EnterFn)(uintptr_t)PyLong_AsUnsignedLongLongMask(PyTuple_GetItem(second, 1));
   hook->receives = PyLong_AsUnsignedLongLongMask(PyTuple_GetItem(second, 2));
   hook->second = PyLong_AsLongLong(PyTuple_GetItem(second, 3));
+  hook->goes_on = PyObject_IsTrue(PyTuple_GetItem(second, 4));
   hook->owner = PyTuple_GetItem(second, 0);
   Py_XINCREF(hook->owner);
   hook->structs = PyTuple_GetItem(got, 0);
@@ -1351,6 +1367,7 @@ PyMODINIT_FUNC PyInit_deepep_torch(void) {
   name_enter_core = PyUnicode_InternFromString("enter");
   name_run = PyUnicode_InternFromString("run");
   name_refuse = PyUnicode_InternFromString("refuse");
+  name_let_go = PyUnicode_InternFromString("let_go");
   name_event = PyUnicode_InternFromString("event");
   name_new_launch = PyUnicode_InternFromString("launch_with_event");
   name_launch = PyUnicode_InternFromString("_launch");
@@ -1361,7 +1378,7 @@ PyMODINIT_FUNC PyInit_deepep_torch(void) {
     if ((handle_names[i] = PyUnicode_InternFromString(handle_attributes[i])) == NULL) return NULL;
   if (module == NULL || type == NULL || hook_type == NULL || name_cdata == NULL || name_enter == NULL ||
       name_exit == NULL || name_record_stream == NULL || name_is_ready == NULL || name_enter_core == NULL ||
-      name_run == NULL || name_refuse == NULL || name_event == NULL || name_new_launch == NULL || name_launch == NULL ||
+      name_run == NULL || name_refuse == NULL || name_let_go == NULL || name_event == NULL || name_new_launch == NULL || name_launch == NULL ||
       name_after == NULL || name_user_of == NULL || name_is_neg == NULL ||
       PyModule_AddObject(module, "Site", type) != 0 ||
       PyModule_AddIntConstant(module, "version",

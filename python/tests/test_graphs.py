@@ -199,7 +199,7 @@ def test_elastic(pool, replays, expand):
 
 
 @pytest.mark.parametrize(("combines", "weights_known"), [(1, False), (2, False), (1, True)])
-@pytest.mark.parametrize("halves_by", [None, "sm", "copy"])
+@pytest.mark.parametrize("halves_by", [None, "sm", "copy", "stream"])
 def test_low_latency(pool, replays, combines, weights_known, halves_by):
     pool.run(3, rank_low_latency, replays, combines, weights_known, halves_by, deadline=60.0)
 

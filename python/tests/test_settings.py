@@ -150,22 +150,27 @@ def test_options_without_effect(pool, tmp_path):
 
 
 def rank_transfers(ctx, folder):
-    """DEEPEP_LL_TRANSFER: halves give the same; who has no copy engines says that it changes nothing; ranks agree."""
+    """DEEPEP_LL_TRANSFER: halves give the same; the CPU engine says that it changes nothing; ranks agree."""
+    for how in ("copy", "stream"):
+        check_transfer(ctx, folder, how)
+
+
+def check_transfer(ctx, folder, how):
+    """One way."""
     from deep_ep import DeepEPError
 
-    os.environ["DEEPEP_LL_TRANSFER"] = "copy"
+    os.environ["DEEPEP_LL_TRANSFER"] = how
     try:
         with Log(ctx, folder) as log, lowlat.buffer_of(ctx, LL_CASE, 16, num_nvl_peers=ctx.size) as buffer:
-            assert buffer.ll_transfer == ("sm" if ctx.engine == "cpu" else "copy")
+            assert buffer.ll_transfer == ("sm" if ctx.engine == "cpu" else how)
             for _ in range(3):
                 for halves in (True, False):
                     call = lowlat.dispatch_and_check(ctx, buffer, LL_CASE, 16, return_recv_hook=halves)
                     lowlat.combine_and_check(ctx, buffer, call, return_recv_hook=halves)
-        assert len(log.lines("DEEPEP_LL_TRANSFER=copy changes nothing")) == (1 if ctx.engine == "cpu" else 0), (
-            log.lines()
-        )
+        said = log.lines(f"DEEPEP_LL_TRANSFER={how} changes nothing")
+        assert len(said) == (1 if ctx.engine == "cpu" else 0), log.lines()
         if ctx.engine != "cpu":
-            os.environ["DEEPEP_LL_TRANSFER"] = "copy" if ctx.rank == 0 else "sm"
+            os.environ["DEEPEP_LL_TRANSFER"] = how if ctx.rank == 0 else "sm"
             with pytest.raises(DeepEPError, match="ranks disagree on .*DEEPEP_LL_TRANSFER"):
                 lowlat.buffer_of(ctx, LL_CASE, 16, num_nvl_peers=ctx.size).__enter__()
     finally:

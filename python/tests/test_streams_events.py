@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 import time
 
 import pytest
@@ -319,3 +320,34 @@ def rank_comm_stream(ctx):
 
 def test_comm_stream_is_a_torch_stream(pool):
     pool.run(1, rank_comm_stream)
+
+
+def rank_lost_hook(ctx):
+    """The call goes on without its hook: nobody else gets the memory of its outputs before its end."""
+    os.environ["DEEPEP_LL_TRANSFER"] = "stream"
+    try:
+        with lowlat.buffer_of(ctx, LL_CASE, 16) as buffer:
+            x = torch.ones(LL_CASE.tokens[ctx.rank], LL_CASE.hidden, dtype=torch.bfloat16, device=ctx.device)
+            idx = torch.zeros(x.shape[0], 1, dtype=torch.int64, device=ctx.device)
+            for _ in range(3):  # the first call has no plan yet
+                torch.cuda.synchronize()
+                ctx.barrier()
+                if ctx.rank != 0:
+                    time.sleep(LATE / 4)
+                got = buffer.low_latency_dispatch(x, idx, 16, LL_CASE.experts, use_fp8=False, return_recv_hook=True)
+                shape = got[0].shape
+                del got
+                fresh = [torch.full(shape, 7, dtype=torch.bfloat16, device=ctx.device) for _ in range(4)]
+                torch.cuda.synchronize()
+                assert all(bool((one == 7).all()) for one in fresh)
+                del fresh
+                buffer.clean_low_latency_buffer(16, LL_CASE.hidden, LL_CASE.experts)
+            lowlat.dispatch_and_check(ctx, buffer, LL_CASE, 16, return_recv_hook=True)
+    finally:
+        del os.environ["DEEPEP_LL_TRANSFER"]
+
+
+def test_lost_hook(pool, device):
+    if device != "cuda":
+        pytest.skip("needs a CUDA device: the CPU engine receives when the hook is called")
+    pool.run(4, rank_lost_hook)

@@ -355,8 +355,13 @@ int32_t dk_team_segment(dk_team_segment_params *p) {
   }
 OPERATION(layout, "")
 OPERATION(combine, "%s", p->flags &DK_COMBINE_COPIES ? " copies" : "")
-OPERATION(ll_dispatch, " phases %d ticket %d", p->phases, p->ticket)
-OPERATION(ll_combine, " phases %d ticket %d x+%d", p->phases, p->ticket, (int)(p->x & 1023))
+static const char *sms(int n) {
+  static char text[32];
+  snprintf(text, sizeof text, n == 0 ? "" : " sms %d", n);
+  return text;
+}
+OPERATION(ll_dispatch, " phases %d ticket %d%s", p->phases, p->ticket, sms(p->num_sms))
+OPERATION(ll_combine, " phases %d ticket %d%s x+%d", p->phases, p->ticket, sms(p->num_sms), (int)(p->x & 1023))
 OPERATION(clean, "")
 OPERATION(barrier, " limit %d ms", (int)(p->timeout_ns / 1000000))
 OPERATION(mask, "")
