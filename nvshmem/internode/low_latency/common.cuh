@@ -364,10 +364,21 @@ __device__ inline bool differs_from(const InternodeLlParams &p, const HandshakeM
 // rank's. Waiting times go to the caller's wait_stats. Weights that follow a combine's message are awaited even where
 // rows are not summed here: the credit for the call says that all of it has come.
 __device__ inline void check_low_latency_peers(const InternodeLlParams &p, const uint64_t *calls) {
+  constexpr int kEach = (DK_MAX_RANKS + kLlThreads - 1) / kLlThreads;
   const TeamView &team = p.session.team;
   const HandshakeMessage mine = internode_message(p, false);
-  for (int r = threadIdx.x; r < team.num_ranks; r += kLlThreads) {
-    const uint64_t epoch = calls[r];
+  uint64_t epochs[kEach];
+#pragma unroll
+  for (int n = 0; n < kEach; ++n) {
+    const int r = static_cast<int>(threadIdx.x) + n * kLlThreads;
+    epochs[n] = r < team.num_ranks ? calls[r] : 0;
+  }
+  __syncthreads();  // dispatch's counters write to `calls` next
+#pragma unroll
+  for (int n = 0; n < kEach; ++n) {
+    const int r = static_cast<int>(threadIdx.x) + n * kLlThreads;
+    if (r >= team.num_ranks) break;
+    const uint64_t epoch = epochs[n];
     const auto *from = mine_at<HandshakeMessage>(p, handshake_at(team, epoch, r));
     const uint64_t start = ptx::global_timer_ns();
     const bool came = epoch != 0 && wait_or_mask(p.session, r, epoch, [&](int64_t &seen) {
