@@ -260,16 +260,20 @@ func (p *player) lowLatency(what string) error {
 	return p.LowLatencyDispatch(half, &Call{})
 }
 
-// The CPU engine takes the setting, says that it changes nothing, and goes on.
-func TestLowLatencyTransferOnTheCPU(t *testing.T) {
+// The CPU engine takes the settings, says that they change nothing, and goes on.
+func TestLowLatencySettingsOnTheCPU(t *testing.T) {
 	needEngine(t)
-	for how, why := range map[string]string{"copy": "the engine cpu has no copy engines", "stream": "the engine cpu has no streams"} {
-		t.Run(how, func(t *testing.T) { lowLatencyTransferOnTheCPU(t, how, why) })
+	for _, c := range []struct{ name, value, want string }{
+		{"DEEPEP_LL_TRANSFER", "copy", "DEEPEP_LL_TRANSFER=copy changes nothing: the engine cpu has no copy engines"},
+		{"DEEPEP_LL_TRANSFER", "stream", "DEEPEP_LL_TRANSFER=stream changes nothing: the engine cpu has no streams"},
+		{"DEEPEP_LL_SMS", "16", "DEEPEP_LL_SMS changes nothing: the engine cpu has no SMs"},
+	} {
+		t.Run(c.name+"="+c.value, func(t *testing.T) { lowLatencySettingOnTheCPU(t, c.name, c.value, c.want) })
 	}
 }
 
-func lowLatencyTransferOnTheCPU(t *testing.T, how, why string) {
-	t.Setenv("DEEPEP_LL_TRANSFER", how)
+func lowLatencySettingOnTheCPU(t *testing.T, name, value, want string) {
+	t.Setenv(name, value)
 	warnings := collectWarnings(t)
 	onRanks(t, 2, BufferOptions{Engine: EngineCPU, LowLatency: true, NumRDMABytes: 1 << 22}, func(m *member) {
 		m.check(!m.Info().LLCopies && !m.Info().LLOnStream, "the CPU engine has neither")
@@ -279,7 +283,6 @@ func lowLatencyTransferOnTheCPU(t *testing.T, how, why string) {
 		a.Phases = Recv
 		m.must(m.LowLatencyDispatch(a, &Call{}))
 	})
-	want := "DEEPEP_LL_TRANSFER=" + how + " changes nothing: " + why
 	if got := warnings(); len(got) != 1 || !strings.Contains(got[0], want) {
 		t.Errorf("got %q, want %q once", got, want)
 	}

@@ -216,7 +216,7 @@ func (b *Buffer) open() (err error) {
 	if err := b.checkReach(); err != nil {
 		return err
 	}
-	b.mentionTransfer()
+	b.mentionUseless()
 	if err := b.measure(); err != nil {
 		return err
 	}

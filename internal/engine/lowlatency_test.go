@@ -247,8 +247,8 @@ func TestLaunchesAllocateNothing(t *testing.T) {
 			halves.Phases = op.Recv
 			return r.LowLatencyDispatch(&halves, call)
 		},
-		"layout":               func() error { return r.layout(call) },
-		"barrier":              func() error { return r.Barrier(call) },
+		"layout":  func() error { return r.layout(call) },
+		"barrier": func() error { return r.Barrier(call) },
 	} {
 		r.must(f())
 		r.silent(1)

@@ -269,10 +269,13 @@ func (b *Buffer) whyNoNormalCopies() string {
 	return ""
 }
 
-// mentionTransfer says that a setting changes nothing, where somebody has made it.
-func (b *Buffer) mentionTransfer() {
+// mentionUseless says that a setting changes nothing, where somebody has made it.
+func (b *Buffer) mentionUseless() {
 	if why := b.whyNoNormalCopies(); b.opt.NormalCopies && b.opt.NVLBytes > 0 && why != "" {
 		WarnOnce(b.log, "DEEPEP_NORMAL_TRANSFER=copy changes nothing: "+why)
+	}
+	if b.opt.LowLatency && b.opt.LLSMs != 0 && b.opt.Library.Has(abi.CapHostStream) {
+		WarnOnce(b.log, "DEEPEP_LL_SMS changes nothing: the engine "+b.opt.Library.Kind+" has no SMs")
 	}
 	asked := b.opt.LLTransfer
 	if !b.opt.LowLatency || asked == b.transferOfHalves() || asked != plan.CopyTransfer && asked != plan.StreamTransfer {
