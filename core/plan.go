@@ -283,7 +283,8 @@ func (p *BufferPlan) normal(o *PlanOptions, t plan.Topology, draft *engine.Draft
 		p.DispatchSMsFP8, p.DispatchSMsBF16, p.CombineSMs = o.NumSMs, o.NumSMs, o.NumSMs
 		return nil
 	}
-	q := plan.SMQuery{Topology: t, Tokens: o.NumTokens, TopK: o.NumTopK, Staged: p.Library != "" && p.RowSegmentBytes == 0}
+	q := plan.SMQuery{Topology: t, Tokens: o.NumTokens, TopK: o.NumTopK, Staged: p.Library != "" && p.RowSegmentBytes == 0,
+		Copies: draft.Info().NormalCopies}
 	q.ComputeCapability = gpuOf(p.Engine, o)
 	q.Kind, q.RowBytes = KindDispatch, plan.FP8RowBytes(uint64(o.Hidden))
 	p.DispatchSMsFP8 = plan.NumSMs(q)

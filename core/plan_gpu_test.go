@@ -33,7 +33,7 @@ func emulatedGPUs(t *testing.T) {
 
 func TestPlanOnEmulatedGPUs(t *testing.T) {
 	emulatedGPUs(t)
-	for _, settings := range []environment{{}, {"DEEPEP_TIMEOUT_MS": "90000", "DEEPEP_ZERO_COPY_BYTES": "1048576"}} {
+	for _, settings := range []environment{{}, {"DEEPEP_TIMEOUT_MS": "90000", "DEEPEP_ZERO_COPY_BYTES": "1048576", "DEEPEP_NORMAL_TRANSFER": "copy", "DEEPEP_LL_TRANSFER": "stream"}} {
 		settings.set(t)
 		for _, size := range []int{1, 2, 3} {
 			for _, o := range []PlanOptions{

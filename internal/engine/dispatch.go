@@ -174,6 +174,7 @@ func (b *Buffer) fillRows(p *abi.DispatchParams, a *op.DispatchArgs, config *pla
 	p.NumSMs = b.chooseSMs(config, plan.SMQuery{
 		Kind: plan.KindDispatch, RowBytes: p.HiddenBytes + 4*uint64(a.NumScales), Tokens: int(a.NumTokens), TopK: int(plan.DispatchRows(a).NumTopK),
 		RecvTokens: knownRows(a), Staged: p.RecvSegment < 0, AtOnce: atOnce,
+		Copies: p.Flags&abi.DispatchCopies != 0 && a.NumWorstTokens == 0 && a.Handle.Routing != op.RoutingExpanded,
 	})
 }
 

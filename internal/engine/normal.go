@@ -47,9 +47,10 @@ func (b *Buffer) Combine(a *op.CombineArgs, c *Call) error {
 	p, h := &b.params.combine, a.Handle
 	fits := func() error { return b.fitsRow(combineRow(a)) }
 	return b.launch(c, abi.OpCombine, placeOfWhole(c), &p.OpHeader, fits, func() int32 {
+		copies := h.Routing == op.RoutingNone && b.mayCopy(originOf(h))
 		p.NumSMs = b.chooseSMs(&config, plan.SMQuery{
 			Kind: plan.KindCombine, RowBytes: 2 * uint64(a.Hidden), Tokens: int(h.NumTokens), TopK: int(max(a.NumTopK, h.NumTopK)), RecvTokens: int(h.NumRecvTokens),
-			AtOnce: b.cameAtOnce(h),
+			AtOnce: b.cameAtOnce(h), Copies: copies,
 		})
 		p.X, p.TopKWeights, p.Bias = uint64(a.X), uint64(a.TopKWeights), [2]uint64{uint64(a.Bias[0]), uint64(a.Bias[1])}
 		p.RankPrefixMatrix, p.SendHead, p.RecvSrcIdx = uint64(h.RankPrefixMatrix), uint64(h.SendHead), uint64(h.RecvSrcIdx)
@@ -60,7 +61,7 @@ func (b *Buffer) Combine(a *op.CombineArgs, c *Call) error {
 		p.NVLSendChunk, p.NVLRecvChunk = config.NVLSendChunk, config.NVLRecvChunk
 		p.RDMASendChunk, p.RDMARecvChunk = config.RDMASendChunk, config.RDMARecvChunk
 		fillRoutedCombine(p, a)
-		if h.Routing == op.RoutingNone && b.mayCopy(p.Exchange) {
+		if copies {
 			p.Flags |= abi.CombineCopies
 		}
 		return b.opt.Library.Combine(p)

@@ -20,6 +20,9 @@ func TestSMsReachTheLinkRate(t *testing.T) {
 		{"few tokens need fewer, FP8", SMQuery{RowBytes: fp8, Tokens: 64}, 8},
 		{"few tokens need fewer, combine", SMQuery{Kind: KindCombine, RowBytes: bf16, Tokens: 64}, 12},
 		{"no tokens", SMQuery{RowBytes: bf16}, 4},
+		{"by copies, dispatch: 96 SMs 564 us, 24 take 665", SMQuery{RowBytes: bf16, Tokens: 4096, Copies: true}, 96},
+		{"by copies, combine: 96 SMs 585 us, 24 take 750", SMQuery{Kind: KindCombine, RowBytes: bf16, Tokens: 4096, Copies: true}, 96},
+		{"by copies, few tokens", SMQuery{RowBytes: bf16, Tokens: 512, Copies: true}, 24},
 	} {
 		c.q.Topology, c.q.ComputeCapability, c.q.TopK = Topology{4, 8}, 90, 8
 		if got := NumSMs(c.q); got != c.want {
@@ -78,9 +81,15 @@ func TestSMsAreLaunchable(t *testing.T) {
 		for _, kind := range []int{KindDispatch, KindCombine} {
 			for _, bytes := range []uint64{16, 7392, 1 << 20} {
 				for _, tokens := range []int{0, 1, 512, 1 << 24} {
-					q := SMQuery{Topology: Topology{ranks, ranks}, Kind: kind, RowBytes: bytes, Tokens: tokens, TopK: 8, ComputeCapability: 90}
-					if n := NumSMs(q); n < 4 || n%2 != 0 || n*ranksPerSM < ranks || n > max(mostSMs, ranks/2+2) {
-						t.Errorf("%+v: %d", q, n)
+					for _, copies := range []bool{false, true} {
+						q := SMQuery{Topology: Topology{ranks, ranks}, Kind: kind, RowBytes: bytes, Tokens: tokens, TopK: 8, ComputeCapability: 90, Copies: copies}
+						most := mostSMs
+						if copies {
+							most = mostCopySMs
+						}
+						if n := NumSMs(q); n < 4 || n%2 != 0 || n*ranksPerSM < ranks || n > max(most, ranks/2+2) {
+							t.Errorf("%+v: %d", q, n)
+						}
 					}
 				}
 			}
