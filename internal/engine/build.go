@@ -273,7 +273,7 @@ func (b *Buffer) join(prints []fingerprint) (err error) {
 	} else if b.comm, err = b.dev.NewStream(); err != nil {
 		return err
 	}
-	for _, ev := range []**device.Event{&b.order.begin, &b.order.end, &b.order.tail} {
+	for _, ev := range b.ownEvents() {
 		if *ev, err = b.dev.NewEvent(); err != nil {
 			return err
 		}

@@ -173,11 +173,9 @@ func (b *Buffer) freeTeam() error {
 
 func (b *Buffer) freeEvents() error {
 	var err error
-	events := append(b.idle, b.order.begin, b.order.end, b.order.tail)
-	for which := range b.tickets {
-		for i := range b.tickets[which] {
-			events = append(events, b.tickets[which][i].end)
-		}
+	events := b.idle
+	for _, ev := range b.ownEvents() {
+		events = append(events, *ev)
 	}
 	for _, ev := range events {
 		if ev == nil {

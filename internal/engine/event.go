@@ -95,6 +95,19 @@ func (b *Buffer) checkStream(stream uintptr) error {
 	return nil
 }
 
+// ownEvents are those that the buffer keeps from its start to its end.
+func (b *Buffer) ownEvents() []**device.Event {
+	events := []**device.Event{&b.order.begin, &b.order.end, &b.order.tail}
+	if b.halvesOnStream() {
+		for which := range b.tickets {
+			for i := range b.tickets[which] {
+				events = append(events, &b.tickets[which][i].end)
+			}
+		}
+	}
+	return events
+}
+
 // takeEvent returns an internal event for one wait on the host. b.mu is held.
 func (b *Buffer) takeEvent() (*device.Event, error) {
 	if n := len(b.idle); n > 0 {

@@ -159,15 +159,16 @@ type half struct {
 	outputs          outputs
 }
 
+// runsBeside reports whether this is the send half of a call that runs whole on the communication stream.
+func (h *half) runsBeside() bool { return h.phases != h.launched }
+
 // outputs are what a call writes to, in the order of outputNames.
 type outputs [7]uintptr
 
-var outputNames = [2]outputsNames{
+var outputNames = [2][len(outputs{})]string{
 	{"recv_x", "recv_x_scales", "recv_count", "src_info", "layout_range", "cumulative_recv_stats", "wait_recv_cost_stats"},
 	{"combined_x", "wait_recv_cost_stats"},
 }
-
-type outputsNames [len(outputs{})]string
 
 // launchHalf is launch for low-latency operations. It finds or makes the ticket, whose number is the call's.
 func (b *Buffer) launchHalf(c *Call, h *half, run func(*ticket, *slotLayout) int32) error {
@@ -177,7 +178,7 @@ func (b *Buffer) launchHalf(c *Call, h *half, run func(*ticket, *slotLayout) int
 	if h.phases == abi.PhaseRecv && b.halvesOnStream() {
 		return b.joinHalf(c, h)
 	}
-	if h.phases != h.launched {
+	if h.runsBeside() {
 		later := *c
 		later.Async = true
 		c = &later
@@ -208,18 +209,19 @@ func (b *Buffer) launchHalf(c *Call, h *half, run func(*ticket, *slotLayout) int
 		b.handles.add(h.srcInfo)
 	}
 	err = b.launched(number, code, h.header.DeviceError)
-	if err == nil && h.phases != h.launched {
+	if err == nil && h.runsBeside() {
 		err = b.leaveOnStream(c, h, t, stream)
 	}
 	return b.finish(c, h.where, stream, callID{uint32(number), t.number}, err)
 }
 
-// streamSMs is enough for a call that runs beside other work: more would only keep them from it.
+// streamSMs are those of a call beside other work: with fewer it ends later than that, with more it keeps SMs from it
+// (docs/gpu-runs.md, 27 November 2026, evening).
 const streamSMs = 64
 
 // lowLatencySMs is the number of SMs of a call; 0: the kernel library's choice.
 func (b *Buffer) lowLatencySMs(h *half) int32 {
-	if b.opt.LLSMs == 0 && h.phases != h.launched {
+	if b.opt.LLSMs == 0 && h.runsBeside() {
 		return streamSMs
 	}
 	return int32(b.opt.LLSMs)
@@ -231,11 +233,6 @@ func (b *Buffer) leaveOnStream(c *Call, h *half, t *ticket, stream device.Stream
 	t.stream, t.outputs = device.Stream(c.Stream), h.outputs
 	if t.captured, err = b.dev.Capturing(stream); err != nil {
 		return err
-	}
-	if t.end == nil {
-		if t.end, err = b.dev.NewEvent(); err != nil {
-			return err
-		}
 	}
 	return t.end.Record(stream)
 }
