@@ -323,8 +323,6 @@ def measure(team: Team, hidden: int, rounds: int) -> dict[str, list[dict[str, An
         for by in ("sm", "copy")
     ]
     halves = [
-        _halves_case(team, Case(team.size, tokens, hidden), rounds, by)
-        for tokens in HALVES_TOKENS
-        for by in WAYS
+        _halves_case(team, Case(team.size, tokens, hidden), rounds, by) for tokens in HALVES_TOKENS for by in WAYS
     ]
     return {"normal": sum(normal, []), "halves": sum(halves, [])}

@@ -464,7 +464,7 @@ class _Hook:
     __slots__ = ("_issue", "_used")
 
     def __init__(self, issue: Callable[[], None], used: tuple[Core, Held] | None) -> None:
-        """`used`: what the call may still use when nobody has called the hook: on whose communication stream, tensors."""
+        """`used`: tensors that the call may use until the hook is called, and whose communication stream it is on."""
         self._issue: Callable[[], None] | None = issue
         self._used = used
 

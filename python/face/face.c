@@ -639,7 +639,7 @@ static void hook_free(PyObject *self) {
   Py_DECREF(type);
 }
 
-/* `second`: (owner, function or 0, receives, where the second struct lies, goes_on); the structs are got's first entry. */
+/* `second`: (owner, function or 0, receives, where the second struct lies, goes_on). The structs are got's first entry. */
 static PyObject *make_hook(const Site *site, const Given *given, PyObject *got, PyObject *second) {
   Hook *hook = (Hook *)((allocfunc)PyType_GetSlot(hook_type, Py_tp_alloc))(hook_type, 0);
   int i;
@@ -1378,8 +1378,8 @@ PyMODINIT_FUNC PyInit_deepep_torch(void) {
     if ((handle_names[i] = PyUnicode_InternFromString(handle_attributes[i])) == NULL) return NULL;
   if (module == NULL || type == NULL || hook_type == NULL || name_cdata == NULL || name_enter == NULL ||
       name_exit == NULL || name_record_stream == NULL || name_is_ready == NULL || name_enter_core == NULL ||
-      name_run == NULL || name_refuse == NULL || name_let_go == NULL || name_event == NULL || name_new_launch == NULL || name_launch == NULL ||
-      name_after == NULL || name_user_of == NULL || name_is_neg == NULL ||
+      name_run == NULL || name_refuse == NULL || name_let_go == NULL || name_event == NULL || name_new_launch == NULL ||
+      name_launch == NULL || name_after == NULL || name_user_of == NULL || name_is_neg == NULL ||
       PyModule_AddObject(module, "Site", type) != 0 ||
       PyModule_AddIntConstant(module, "version",
                               DEEPEP_VERSION_MAJOR * 10000 + DEEPEP_VERSION_MINOR * 100 + DEEPEP_VERSION_PATCH) != 0)
