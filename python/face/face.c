@@ -639,7 +639,7 @@ static void hook_free(PyObject *self) {
   Py_DECREF(type);
 }
 
-/* `second`: (owner, function or 0, receives, place of the second struct, goes_on). The structs are got's first entry. */
+/* `second`: (owner, function or 0, receives, where the second struct lies, goes_on); got's first entry: the structs. */
 static PyObject *make_hook(const Site *site, const Given *given, PyObject *got, PyObject *second) {
   Hook *hook = (Hook *)((allocfunc)PyType_GetSlot(hook_type, Py_tp_alloc))(hook_type, 0);
   int i;
