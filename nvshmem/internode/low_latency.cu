@@ -14,12 +14,21 @@ using namespace internode;
 // One block more than there are tokens counts them. Combine has as many: a rank's messages come from the last block,
 // and NVSHMEM may choose the queue pair, which keeps their order, by the block.
 template <class P, class K>
-int32_t launch(P *p, const Team *team, const K &params, void (*kernel)(K)) {
-  const size_t shared = shared_bytes(p, team->view.num_ranks);
+int32_t launch(P *p, const Team *team, const K &params, void (*kernel)(K), size_t shared) {
   const int blocks = low_latency_blocks(team, p->num_sms, p->num_max_tokens + 1);
   const OnDevice on(team->device);
   kernel<<<blocks, kLlThreads, shared, stream_of(p->stream)>>>(params);
   return launched(p);
+}
+
+// A kernel with so much static shared memory gets all that the current device has beside it.
+template <class Kernel>
+cudaError_t let_have_all(Kernel *kernel, size_t own) {
+  int device = 0, most = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error == cudaSuccess) error = cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  if (error != cudaSuccess) return error;
+  return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most - static_cast<int>(own));
 }
 
 }  // namespace
@@ -28,11 +37,14 @@ namespace internode {
 
 int32_t create_low_latency(dk_team_create_params *p, Team *team) {
   auto *ll = new (std::nothrow)
-      LowLatencyTeam{team->view, team->internode->view.low_latency_outbox, nullptr, 0, transport_stores(p->transport)};
+      LowLatencyTeam{team->view, team->internode->view.low_latency_outbox, nullptr, 0, transport_stores(p->transport), 0};
   if (ll == nullptr) return DK_ENOMEM;
   team->internode->low_latency = ll;
   cudaStream_t service = team->device->service;
-  cudaError_t error = cudaMalloc(reinterpret_cast<void **>(&ll->state), sizeof(LowLatencyState));
+  cudaFuncAttributes attributes{};
+  cudaError_t error = cudaFuncGetAttributes(&attributes, deep_ep::internode_ll::combine);
+  ll->max_shared = attributes.maxDynamicSharedSizeBytes;
+  if (error == cudaSuccess) error = cudaMalloc(reinterpret_cast<void **>(&ll->state), sizeof(LowLatencyState));
   if (error == cudaSuccess) error = cudaMemsetAsync(ll->state, 0, sizeof(LowLatencyState), service);
   if (error == cudaSuccess) error = cudaStreamSynchronize(service);
   return error == cudaSuccess ? static_cast<int32_t>(DK_OK) : device_failure(p, error);
@@ -50,6 +62,7 @@ cudaError_t load_low_latency_kernels() {
   cudaFuncAttributes attributes{};
   cudaError_t error = cudaFuncGetAttributes(&attributes, deep_ep::internode_ll::dispatch);
   if (error == cudaSuccess) error = cudaFuncGetAttributes(&attributes, deep_ep::internode_ll::combine);
+  if (error == cudaSuccess) error = let_have_all(deep_ep::internode_ll::combine, attributes.sharedSizeBytes);
   if (error == cudaSuccess) error = cudaFuncGetAttributes(&attributes, internode_shrinking_mask_kernel);
   return error == cudaSuccess ? cudaFuncGetAttributes(&attributes, internode_mask_kernel) : error;
 }
@@ -76,14 +89,15 @@ int32_t internode_ll_dispatch(dk_ll_dispatch_params *p) {
   auto *team = handle_of<Team>(p->team);
   InternodeLlDispatchParams d{};
   const int32_t code = fill_dispatch(p, *team->internode->low_latency, &d);
-  return code == DK_OK ? launch(p, team, d, deep_ep::internode_ll::dispatch) : code;
+  if (code != DK_OK) return code;
+  return launch(p, team, d, deep_ep::internode_ll::dispatch, shared_bytes(p, team->view.num_ranks));
 }
 
 int32_t internode_ll_combine(dk_ll_combine_params *p) {
   auto *team = handle_of<Team>(p->team);
   InternodeLlCombineParams c{};
   int32_t code = fill_combine(p, *team->internode->low_latency, &c);
-  if (code == DK_OK) code = launch(p, team, c, deep_ep::internode_ll::combine);
+  if (code == DK_OK) code = launch(p, team, c, deep_ep::internode_ll::combine, combine_shared_bytes(p, c));
   if (code == DK_OK && (p->phases & DK_PHASE_SEND) != 0) team->internode->low_latency->next_stage = 1 - c.call.stage;
   return code;
 }

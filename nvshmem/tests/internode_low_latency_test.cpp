@@ -661,7 +661,11 @@ void run_case(uint64_t seed) {
   emulate::start_network({seed, fences_alone}, blocks);
   const bool held = seed % 3 == 0;
   if (held) hold_words();
-  for (Rank &r : w.ranks) r.team.puts_are_stores = nvlink;
+  const bool keeps = seed / 4 % 2 == 1;
+  for (Rank &r : w.ranks) {
+    r.team.puts_are_stores = nvlink;
+    r.team.max_shared = keeps ? sizeof deep_ep::internode_ll::calls : 0;
+  }
   // A rank that pauses while the others go on, for less than the time limit.
   int late = pick(0, 2) == 0 ? pick(0, c.ranks() - 1) : -1;
   int64_t looks = 0;

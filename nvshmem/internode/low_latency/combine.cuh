@@ -62,11 +62,12 @@ __device__ inline void send_expert_rows(const InternodeLlCombineParams &c, uint6
   }
 }
 
-// Whole block of a send half. sums, first_row: as plan_sums left them; the latter is [L + 1] afterwards.
+// Whole block of a send half. sums, first_row: as plan_sums left them; the latter is [L + 1] afterwards. shared: all of
+// the dynamic shared memory.
 __device__ inline void send_rows(const InternodeLlCombineParams &c, uint64_t epoch, int table, const SumWords &first,
-                                 int most, int32_t *sums, int32_t *first_row, SumList *lists) {
+                                 int most, int32_t *sums, int32_t *first_row, SumList *lists, void *shared) {
   const InternodeLlParams &p = c.call;
-  if (most > 0) send_sums(c, epoch, table, first, most, sums, first_row, lists);
+  if (most > 0) send_sums(c, epoch, table, first, most, sums, first_row, lists, shared);
   bool apart = false;
   for (int r = threadIdx.x; r < p.session.team.num_ranks; r += kLlThreads) apart |= sums[r] < 0;
   if (__syncthreads_or(apart) != 0) send_expert_rows(c, epoch, sums, first_row);
@@ -77,6 +78,7 @@ __device__ inline void send_rows(const InternodeLlCombineParams &c, uint64_t epo
 constexpr int kNoSum = -1;
 struct ExpertRows {  // shared: the rows that make up a token; count kNoSum: its sum is NaN
   const uint8_t *row[kMaxTopk];
+  uint4 coded[kMaxTopk];  // LogFMT: the row's header
   float weight[kMaxTopk];
   uint32_t kind[kMaxTopk];
   int32_t count;
@@ -159,32 +161,40 @@ __device__ inline void await_expert_rows(const InternodeLlParams &p, const uint6
   const uint32_t rows = good ? __ballot_sync(kAllLanes, e.needed) : 0;
   if ((rows >> lane & 1) != 0) {
     const int n = __popc(rows & ((1u << lane) - 1));
-    list->row[n] = mine_at(p, expert_row_at(p, e.theirs, expert, token));
+    const uint8_t *row = list->row[n] = mine_at(p, expert_row_at(p, e.theirs, expert, token));
     list->kind[n] = signal_value(word);
+    if (is_logfmt(signal_value(word))) list->coded[n] = ptx::ld_stream(row);
     list->weight[n] = is_sum(signal_value(word)) ? 1.0f : e.weight;
   }
   if (lane == 0) list->count = __popc(rows);
 }
 
-// Sums 8 channels of a token. Loads of several rows are in flight together.
-__device__ inline void add_expert_rows(const InternodeLlCombineParams &c, const ExpertRows *list, int token,
-                                       int chunk) {
+// Sums 8 channels of a token. Loads of several rows are in flight together. kLogfmt: rows may be in LogFMT.
+template <bool kLogfmt>
+__device__ __forceinline__ void add_expert_rows(const InternodeLlCombineParams &c, const ExpertRows *list, int token,
+                                                int chunk) {
   constexpr int kRows = 8;
   const float none = __uint_as_float(list->count == kNoSum ? 0x7fc00000u : 0);
   float sum[8] = {none, none, none, none, none, none, none, none};
   for (int first = 0; first < list->count; first += kRows) {
     uint4 data[kRows];
 #pragma unroll
-    for (int n = 0; n < kRows; ++n)
-      if (first + n < list->count && !is_logfmt(list->kind[first + n]))
-        data[n] = ptx::ld_stream(list->row[first + n] + 16 * chunk);
+    for (int n = 0; n < kRows; ++n) {
+      if (first + n >= list->count) continue;
+      const uint8_t *row = list->row[first + n];
+      if (kLogfmt && is_logfmt(list->kind[first + n]))
+        data[n] = load_wire_part(row, list->coded[first + n], chunk);
+      else
+        data[n] = ptx::ld_stream(row + 16 * chunk);
+    }
 #pragma unroll
     for (int n = 0; n < kRows; ++n) {
       if (first + n >= list->count) continue;
-      if (!is_logfmt(list->kind[first + n]))
-        add_weighted(sum, data[n], list->weight[first + n]);
+      const float weight = list->weight[first + n];
+      if (kLogfmt && is_logfmt(list->kind[first + n]))
+        add_wire_part(data[n], list->coded[first + n], chunk, weight, sum);
       else
-        add_coded(list->row[first + n], chunk, list->weight[first + n], sum);
+        add_weighted(sum, data[n], weight);
     }
   }
   ptx::st_stream(c.combined_x + static_cast<uint64_t>(token) * 2 * c.call.hidden + 16 * chunk, round_bf16(sum));
@@ -196,7 +206,12 @@ __device__ inline void receive_sums(const InternodeLlCombineParams &c, const uin
     if (warp_id() == 0) await_expert_rows(p, calls, token, list);
     __syncthreads();
     mark(kMarkLastHeader, threadIdx.x == 0);
-    for (int chunk = threadIdx.x; chunk < p.hidden / 8; chunk += kLlThreads) add_expert_rows(c, list, token, chunk);
+    for (int chunk = threadIdx.x; chunk < p.hidden / 8; chunk += kLlThreads) {
+      if ((p.flags & DK_LL_LOGFMT) != 0)
+        add_expert_rows<true>(c, list, token, chunk);
+      else
+        add_expert_rows<false>(c, list, token, chunk);
+    }
     __syncthreads();
   }
 }
@@ -208,7 +223,8 @@ using namespace deepep;
 using namespace deepep::internode;
 
 __global__ void __launch_bounds__(kLlThreads, 1) combine(const __grid_constant__ InternodeLlCombineParams c) {
-  extern __shared__ __align__(16) uint64_t calls[];  // [R], then sums [R], then first rows [L][R] or row counts [L + 1]
+  // [R], then sums [R], then first rows [L][R] or row counts [L + 1]; then the sums that groups keep.
+  extern __shared__ __align__(16) uint64_t calls[];
   __shared__ union {
     SumList sums[kLlGroups];
     ExpertRows arrivals;
@@ -229,7 +245,7 @@ __global__ void __launch_bounds__(kLlThreads, 1) combine(const __grid_constant__
     const bool good = !p.sends() || await_empty_slots(p, epoch, slots, true);
     mark(kMarkEmpty, threadIdx.x == 0);
     if (known.sends_weights && good) send_weights(p, epoch);
-    if (p.sends() && good) send_rows(c, epoch, known.table, first, most, sums, first_row, shared.sums);
+    if (p.sends() && good) send_rows(c, epoch, known.table, first, most, sums, first_row, shared.sums, calls);
     __syncthreads();
     mark(kMarkSent, threadIdx.x == 0);
     if (is_control_block()) publish_newest_by_last_warp(p.session.team);  // while rows are in flight

@@ -66,6 +66,7 @@ struct InternodeLlParams : LowLatencyArguments {
   int32_t num_local, stage;  // experts of a rank; combine: index of the buffer at `at.stage`
   // Puts are stores over NVLink: the threads that call move the bytes, and several warps may share a put.
   bool puts_are_stores;
+  uint32_t kept_at;  // combine in LogFMT: where in a block's shared memory groups keep their sums; 0: there is no room
 
   // Whether a dispatch's rows bring their tokens' weights. Shapes of small rows have no room for them.
   __device__ bool brings_weights() const { return topk_weights != nullptr && at.weights_at < at.row_bytes; }

@@ -90,16 +90,21 @@ __device__ inline uint32_t encode_row(const uint8_t *row, uint8_t *to, int hidde
   return log_block_at(coded, blocks);
 }
 
-// Adds 8 channels of a received row, times weight.
-__device__ inline void add_coded(const uint8_t *row, int chunk, float weight, float (&sum)[8]) {
-  const uint4 coded = ptx::ld_stream(row);
+// 8 channels of a received row as they lie there; `coded` is its header. Of a coded block: the words of codes 0 to 2,
+// of codes 3 to 5, of codes 6 and 7 of two lanes, and the range.
+__device__ __forceinline__ uint4 load_wire_part(const uint8_t *row, const uint4 &coded, int chunk) {
   const int block = chunk / 16, part = chunk % 16;
   const uint8_t *at = row + log_block_at(coded, block);
-  if (!is_coded(coded, block)) return add_weighted(sum, ptx::ld_stream(at + 16 * part), weight);
+  if (!is_coded(coded, block)) return ptx::ld_stream(at + 16 * part);
   const auto *words = reinterpret_cast<const uint32_t *>(at);
-  const uint32_t bits = ptx::ld_relaxed_sys(words + 40), first = ptx::ld_relaxed_sys(words + part),
-                 second = ptx::ld_relaxed_sys(words + 16 + part);
-  const uint32_t pair = ptx::ld_relaxed_sys(words + 32 + part / 2);
+  return {ptx::ld_relaxed_sys(words + part), ptx::ld_relaxed_sys(words + 16 + part),
+          ptx::ld_relaxed_sys(words + 32 + part / 2), ptx::ld_relaxed_sys(words + 40)};
+}
+// Adds them, times weight.
+__device__ inline void add_wire_part(const uint4 &data, const uint4 &coded, int chunk, float weight, float (&sum)[8]) {
+  const int block = chunk / 16, part = chunk % 16;
+  if (!is_coded(coded, block)) return add_weighted(sum, data, weight);
+  const uint32_t first = data.x, second = data.y, pair = data.z, bits = data.w;
   const uint32_t rest = (part % 2 != 0 ? pair >> 16 : pair & 0xffff) | first >> 30 << 16 | second >> 30 << 18;
   const LogRange range = log_range({bits & 0x7fff, bits >> 15 & 0x7fff});
   const uint32_t codes[8] = {first, first >> 10, first >> 20, second, second >> 10, second >> 20, rest, rest >> 10};

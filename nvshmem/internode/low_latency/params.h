@@ -23,6 +23,7 @@ struct LowLatencyTeam {
   LowLatencyState *state;
   int next_stage;        // index of the buffer of staged rows that the next combine sends from
   bool puts_are_stores;  // over NVLink, to every rank that puts go to
+  size_t max_shared;     // dynamic shared memory that a block of combine gets
 };
 
 // The wire region behind the ring's flags: for each slot areas of arrival words, counts, a table of a dispatch's tokens
@@ -151,7 +152,15 @@ inline int32_t fill_combine(const dk_ll_combine_params *p, const LowLatencyTeam 
   c->call.stage = zero_copy ? p->x == second : team.next_stage;
   c->call.at.stage = team.view.rdma + c->call.stage * c->call.at.stage_bytes;
   static_cast<LowLatencyCombineBuffers &>(*c) = low_latency_buffers(p);
+  const auto tables = align_up<uint32_t>(static_cast<uint32_t>(shared_bytes(p, team.view.num_ranks)), 16);
+  const bool keeps = (p->flags & DK_LL_LOGFMT) != 0 && (p->phases & DK_PHASE_SEND) != 0;
+  if (keeps && tables + kLlGroups * kept_bytes(p->hidden) <= team.max_shared) c->call.kept_at = tables;
   return DK_OK;
+}
+// Dynamic shared memory of a combine that fill_combine has filled in.
+inline size_t combine_shared_bytes(const dk_ll_combine_params *p, const InternodeLlCombineParams &c) {
+  return c.call.kept_at != 0 ? c.call.kept_at + kLlGroups * kept_bytes(p->hidden)
+                             : shared_bytes(p, c.call.session.team.num_ranks);
 }
 
 }  // namespace deepep::internode

@@ -247,23 +247,47 @@ __device__ __forceinline__ void store_piece(uint8_t *to, int base, int chunks, c
     if (base + u * kLlGroupThreads < chunks) ptx::st_stream(to + 16 * (base + u * kLlGroupThreads), data[u]);
 }
 
-// By a group: chooses the blocks to be coded, sets list->coded.
+struct KeptSum {  // shared, of a group: a sum and the ranges of its blocks; null: there is no room
+  uint4 *chunks;
+  uint32_t *ranges;
+};
+__host__ __device__ inline uint32_t kept_bytes(int hidden) {
+  return 2 * hidden + align_up<uint32_t>(4 * static_cast<uint32_t>(hidden / kScaleChannels), 16);
+}
+__device__ __forceinline__ KeptSum kept_sum(const InternodeLlParams &p, void *shared, int group) {
+  if (p.kept_at == 0) return {nullptr, nullptr};
+  auto *at = static_cast<uint8_t *>(shared) + p.kept_at + group * kept_bytes(p.hidden);
+  return {reinterpret_cast<uint4 *>(at), reinterpret_cast<uint32_t *>(at + 2 * p.hidden)};
+}
+
+// By a group: chooses the blocks to be coded, sets list->coded, keeps the piece.
 template <int kChunks>
-__device__ __forceinline__ void choose_piece(SumList *list, int base, int chunks, const uint4 (&data)[kChunks]) {
+__device__ __forceinline__ void choose_piece(SumList *list, int base, int chunks, const uint4 (&data)[kChunks],
+                                             const KeptSum &kept) {
 #pragma unroll
   for (int u = 0; u < kChunks; ++u) {
     const int chunk = base + u * kLlGroupThreads;
-    const bool coded = is_log_coded(range_of_block(data[u]));
-    if (coded && chunk < chunks && chunk % 16 == 0) atomicOr(&list->coded[chunk / 512], 1u << (chunk / 16 % 32));
+    const BlockRange bits = range_of_block(data[u]);
+    if (chunk >= chunks) continue;
+    if (kept.chunks != nullptr) kept.chunks[chunk] = data[u];
+    if (chunk % 16 != 0) continue;
+    if (kept.chunks != nullptr) kept.ranges[chunk / 16] = bits.high << 15 | bits.low;
+    if (is_log_coded(bits)) atomicOr(&list->coded[chunk / 512], 1u << (chunk / 16 % 32));
   }
 }
 template <int kChunks>
 __device__ __forceinline__ void encode_piece(uint8_t *to, int base, int chunks, const uint4 &coded,
-                                             const uint4 (&data)[kChunks]) {
+                                             const uint4 (&data)[kChunks], const KeptSum &kept) {
 #pragma unroll
   for (int u = 0; u < kChunks; ++u) {
     const int chunk = base + u * kLlGroupThreads, block = chunk / 16, part = chunk % 16;
-    const BlockRange bits = range_of_block(data[u]);
+    BlockRange bits;
+    if (kept.chunks != nullptr) {
+      const uint32_t range = chunk < chunks ? kept.ranges[block] : 0;
+      bits = {range & 0x7fff, range >> 15};
+    } else {
+      bits = range_of_block(data[u]);
+    }
     if (chunk >= chunks) continue;
     uint8_t *at = to + log_block_at(coded, block);
     if (is_coded(coded, block))
@@ -277,35 +301,35 @@ __device__ __forceinline__ void encode_piece(uint8_t *to, int base, int chunks, 
 constexpr int kPieceChunks = 4, kCodedChunks = 2;
 
 // By a group: writes a sum in LogFMT, or as it is where no block is coded. Returns its bytes. Which blocks are coded
-// must be known first, so the sum is made twice; where a token may have several rows here, the second time from
-// `scratch`.
+// must be known first, so the sum is kept until then; without room for it, it is made twice.
 __device__ __noinline__ inline uint32_t write_logfmt_sum(const InternodeLlParams &p, SumList *list, uint8_t *to,
-                                                         uint8_t *scratch, int group, int thread, uint32_t &kind) {
+                                                         const KeptSum &kept, int group, int thread, uint32_t &kind) {
   const int chunks = p.hidden / 8;
 #pragma unroll 1
   for (int first = 0; first < chunks; first += kPieceChunks * kLlGroupThreads) {
     uint4 data[kPieceChunks];
     sum_piece(list, first + thread, chunks, data);
-    choose_piece(list, first + thread, chunks, data);
-    if (scratch != nullptr) store_piece(scratch, first + thread, chunks, data);
+    choose_piece(list, first + thread, chunks, data, kept);
   }
   ptx::barrier_among<kLlGroupThreads>(1 + group);
   const uint4 coded{list->coded[0], list->coded[1], list->coded[2], list->coded[3]};
   const bool any = (coded.x | coded.y | coded.z | coded.w) != 0;
   kind = any ? kSumLogfmt : kSumPlain;
   if (any && thread == 0) ptx::st_stream(to, coded);
-  if (scratch != nullptr && thread == 0) {
-    list->row[0] = scratch;
-    list->weight[0] = 1.0f;
-    list->count = 1;
-  }
-  ptx::barrier_among<kLlGroupThreads>(1 + group);
 #pragma unroll 1
   for (int first = 0; first < chunks; first += kCodedChunks * kLlGroupThreads) {
     uint4 data[kCodedChunks];
-    sum_piece(list, first + thread, chunks, data);
+    if (kept.chunks != nullptr) {  // what this thread has kept
+#pragma unroll
+      for (int u = 0; u < kCodedChunks; ++u) {
+        const int chunk = first + thread + u * kLlGroupThreads;
+        data[u] = chunk < chunks ? kept.chunks[chunk] : uint4{0, 0, 0, 0};
+      }
+    } else {
+      sum_piece(list, first + thread, chunks, data);
+    }
     if (any)
-      encode_piece(to, first + thread, chunks, coded, data);
+      encode_piece(to, first + thread, chunks, coded, data, kept);
     else
       store_piece(to, first + thread, chunks, data);
   }
@@ -315,17 +339,15 @@ __device__ __noinline__ inline uint32_t write_logfmt_sum(const InternodeLlParams
 // By a group: inside the node the sum is made at its place, for another node in a place where a NIC can read it.
 // `place`: among those of the buffer of staged rows.
 __device__ inline void send_sum(const InternodeLlParams &p, uint64_t epoch, int dest, int64_t place, SumList *list,
-                                int group, int thread) {
+                                const KeptSum &kept, int group, int thread) {
   const TeamView &team = p.session.team;
   const int expert = team.rank * p.num_local + list->lowest_expert, token = list->token, chunks = p.hidden / 8;
   const uint64_t at = expert_row_at(p, epoch, expert, token);
-  const bool logfmt = (p.flags & DK_LL_LOGFMT) != 0;
-  uint8_t *stage = mine_at(p, p.at.stage + static_cast<uint64_t>(place) * 2 * p.hidden), *to = stage;
-  if (!logfmt && uses_stores(team, dest)) to = team.peers[dest] + at;
+  uint8_t *to = uses_stores(team, dest) ? team.peers[dest] + at
+                                        : mine_at(p, p.at.stage + static_cast<uint64_t>(place) * 2 * p.hidden);
   uint32_t kind = kSumPlain, bytes = 2 * static_cast<uint32_t>(p.hidden);
-  if (logfmt) {  // the buffer has [L] times as many places
-    uint8_t *scratch = p.num_local > 1 ? stage + static_cast<uint64_t>(p.rows_per_expert()) * 2 * p.hidden : nullptr;
-    bytes = write_logfmt_sum(p, list, to, scratch, group, thread, kind);
+  if ((p.flags & DK_LL_LOGFMT) != 0) {
+    bytes = write_logfmt_sum(p, list, to, kept, group, thread, kind);
   } else {
 #pragma unroll 1
     for (int base = thread; base < chunks; base += kPieceChunks * kLlGroupThreads) {
@@ -363,12 +385,14 @@ __device__ __forceinline__ SumWords load_first_words(const InternodeLlParams &p,
   return wanted ? load_words(p, table, turn.dest, turn.number) : SumWords{0, 0};
 }
 __device__ inline void send_sums(const InternodeLlCombineParams &c, uint64_t epoch, int table, const SumWords &first,
-                                 int most, const int32_t *sums, const int32_t *first_row, SumList *lists) {
+                                 int most, const int32_t *sums, const int32_t *first_row, SumList *lists,
+                                 void *shared) {
   const InternodeLlParams &p = c.call;
   const int num_ranks = p.session.team.num_ranks, group = static_cast<int>(threadIdx.x) / kLlGroupThreads,
             thread = static_cast<int>(threadIdx.x) % kLlGroupThreads, workers = num_workers();
   if (static_cast<int>(blockIdx.x) >= workers) return;
   SumList *list = lists + group;
+  const KeptSum kept = kept_sum(p, shared, group);
   const int stride = kLlGroups * workers;
   for (int i = first_turn(); i < most * num_ranks; i += stride) {
     const auto [number, dest] = turn_of(p, i);
@@ -379,7 +403,7 @@ __device__ inline void send_sums(const InternodeLlCombineParams &c, uint64_t epo
     }
     ptx::barrier_among<kLlGroupThreads>(1 + group);
     if (list->count > 0)
-      send_sum(p, epoch, dest, static_cast<int64_t>(dest) * p.max_tokens + number, list, group, thread);
+      send_sum(p, epoch, dest, static_cast<int64_t>(dest) * p.max_tokens + number, list, kept, group, thread);
     ptx::barrier_among<kLlGroupThreads>(1 + group);
   }
 }
