@@ -36,8 +36,8 @@ cudaError_t let_have_all(Kernel *kernel, size_t own) {
 namespace internode {
 
 int32_t create_low_latency(dk_team_create_params *p, Team *team) {
-  auto *ll = new (std::nothrow)
-      LowLatencyTeam{team->view, team->internode->view.low_latency_outbox, nullptr, 0, transport_stores(p->transport), 0};
+  auto *ll = new (std::nothrow) LowLatencyTeam{team->view, team->internode->view.low_latency_outbox, nullptr,
+                                               0,          transport_stores(p->transport),           0};
   if (ll == nullptr) return DK_ENOMEM;
   team->internode->low_latency = ll;
   cudaStream_t service = team->device->service;
