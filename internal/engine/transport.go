@@ -223,15 +223,24 @@ func (b *Buffer) teamFlags() (flags uint32) {
 
 // transferOfHalves says how low-latency calls in halves run: DEEPEP_LL_TRANSFER, where that changes anything.
 func (b *Buffer) transferOfHalves() plan.Transfer {
-	lib := b.opt.Library
-	if !b.opt.LowLatency || lib == nil || b.usesTransport() {
+	if b.opt.LLTransfer == plan.AutoTransfer || !b.opt.LowLatency || b.whyNoTransfer() != "" {
 		return plan.SMTransfer
 	}
-	switch t := b.opt.LLTransfer; {
-	case t == plan.CopyTransfer && lib.Has(abi.CapLLCopy), t == plan.StreamTransfer && !lib.Has(abi.CapHostStream):
-		return t
+	return b.opt.LLTransfer
+}
+
+func (b *Buffer) whyNoTransfer() string {
+	switch lib, asked := b.opt.Library, b.opt.LLTransfer; {
+	case lib == nil:
+		return "there is no kernel library"
+	case b.usesTransport():
+		return "rows of this buffer go through queue pairs"
+	case asked == plan.CopyTransfer && !lib.Has(abi.CapLLCopy):
+		return "the engine " + lib.Kind + " has no copy engines"
+	case asked == plan.StreamTransfer && lib.Has(abi.CapHostStream):
+		return "the engine " + lib.Kind + " has no streams"
 	}
-	return plan.SMTransfer
+	return ""
 }
 
 // copiesRows reports whether copy engines move rows of low-latency halves.
@@ -277,18 +286,9 @@ func (b *Buffer) mentionUseless() {
 	if b.opt.LowLatency && b.opt.LLSMs != 0 && b.opt.Library.Has(abi.CapHostStream) {
 		WarnOnce(b.log, "DEEPEP_LL_SMS changes nothing: the engine "+b.opt.Library.Kind+" has no SMs")
 	}
-	asked := b.opt.LLTransfer
-	if !b.opt.LowLatency || asked == b.transferOfHalves() || asked != plan.CopyTransfer && asked != plan.StreamTransfer {
-		return
+	if asked := b.opt.LLTransfer; b.opt.LowLatency && asked != plan.AutoTransfer && asked != b.transferOfHalves() {
+		WarnOnce(b.log, "DEEPEP_LL_TRANSFER="+asked.String()+" changes nothing: "+b.whyNoTransfer())
 	}
-	why := "the engine " + b.opt.Library.Kind + " has no copy engines"
-	switch {
-	case b.usesTransport():
-		why = "rows of this buffer go through queue pairs"
-	case asked == plan.StreamTransfer:
-		why = "the engine " + b.opt.Library.Kind + " has no streams"
-	}
-	WarnOnce(b.log, "DEEPEP_LL_TRANSFER="+asked.String()+" changes nothing: "+why)
 }
 
 // losePeer discards what is queued for a rank that has died or left, so that no call waits for its queue pairs.

@@ -80,9 +80,10 @@ func NumSMs(q SMQuery) int {
 	// A token goes once to each rank that has one of its experts: with K experts chosen evenly to so many ranks.
 	reached := ranks * (1 - math.Pow(1-1/ranks, float64(q.TopK)))
 	rows := math.Max(float64(q.Tokens)*reached, float64(q.RecvTokens))
+	least := max(leastSMs, (q.Ranks+ranksPerSM-1)/ranksPerSM)
 	if q.Copies {
 		number := int(math.Ceil(rows * float64(q.RowBytes) / copyBytesPerSM))
-		number = max(min(number, mostCopySMs), mostSMs, (q.Ranks+ranksPerSM-1)/ranksPerSM)
+		number = max(min(number, mostCopySMs), mostSMs, least)
 		return number + number%2
 	}
 	crossing := rows * (ranks - 1) / ranks
@@ -100,7 +101,6 @@ func NumSMs(q SMQuery) int {
 		work *= noBulkFactor
 	}
 	number := int(math.Ceil(work / (crossing*bytes/linkBytes(q.ComputeCapability) + smSlack)))
-	least := max(leastSMs, (q.Ranks+ranksPerSM-1)/ranksPerSM)
 	number = max(min(number, mostSMs), least)
 	if q.Kind == KindDispatch && q.Staged && q.RowBytes > apartBytes && number >= mostSMs-2 {
 		return mostSMs

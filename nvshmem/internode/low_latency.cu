@@ -21,29 +21,18 @@ int32_t launch(P *p, const Team *team, const K &params, void (*kernel)(K), size_
   return launched(p);
 }
 
-// A kernel with so much static shared memory gets all that the current device has beside it.
-template <class Kernel>
-cudaError_t let_have_all(Kernel *kernel, size_t own) {
-  int device = 0, most = 0;
-  cudaError_t error = cudaGetDevice(&device);
-  if (error == cudaSuccess) error = cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-  if (error != cudaSuccess) return error;
-  return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most - static_cast<int>(own));
-}
-
 }  // namespace
 
 namespace internode {
 
 int32_t create_low_latency(dk_team_create_params *p, Team *team) {
-  auto *ll = new (std::nothrow) LowLatencyTeam{team->view, team->internode->view.low_latency_outbox, nullptr,
-                                               0,          transport_stores(p->transport),           0};
+  auto *ll =
+      new (std::nothrow) LowLatencyTeam{team->view, team->internode->view.low_latency_outbox, nullptr,
+                                        0,          transport_stores(p->transport),           team->device->max_shared};
   if (ll == nullptr) return DK_ENOMEM;
   team->internode->low_latency = ll;
   cudaStream_t service = team->device->service;
-  cudaFuncAttributes attributes{};
-  cudaError_t error = cudaFuncGetAttributes(&attributes, deep_ep::internode_ll::combine);
-  ll->max_shared = attributes.maxDynamicSharedSizeBytes;
+  cudaError_t error = opt_in(deep_ep::internode_ll::combine, ll->max_shared);
   if (error == cudaSuccess) error = cudaMalloc(reinterpret_cast<void **>(&ll->state), sizeof(LowLatencyState));
   if (error == cudaSuccess) error = cudaMemsetAsync(ll->state, 0, sizeof(LowLatencyState), service);
   if (error == cudaSuccess) error = cudaStreamSynchronize(service);
@@ -62,7 +51,6 @@ cudaError_t load_low_latency_kernels() {
   cudaFuncAttributes attributes{};
   cudaError_t error = cudaFuncGetAttributes(&attributes, deep_ep::internode_ll::dispatch);
   if (error == cudaSuccess) error = cudaFuncGetAttributes(&attributes, deep_ep::internode_ll::combine);
-  if (error == cudaSuccess) error = let_have_all(deep_ep::internode_ll::combine, attributes.sharedSizeBytes);
   if (error == cudaSuccess) error = cudaFuncGetAttributes(&attributes, internode_shrinking_mask_kernel);
   return error == cudaSuccess ? cudaFuncGetAttributes(&attributes, internode_mask_kernel) : error;
 }

@@ -33,13 +33,6 @@ int32_t launch_barrier(P *p, uint32_t op, bool counts_as_call) {
   return launched(p);
 }
 
-// Dynamic shared memory beyond what a kernel gets without opting in.
-template <class Kernel>
-cudaError_t opt_in(Kernel *kernel, size_t shared) {
-  if (shared <= 40 * 1024) return cudaSuccess;
-  return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared));
-}
-
 // ---- Teams that shrink ----------------------------------------------------------------------------------------------
 
 int32_t launch_shrinking(dk_notify_params *p, const NotifyParams &n, const Team *team) {

@@ -144,6 +144,13 @@ T *handle_of(uint64_t value) {
 inline uint64_t handle_to(const void *p) { return reinterpret_cast<uint64_t>(p); }
 inline cudaStream_t stream_of(uint64_t value) { return reinterpret_cast<cudaStream_t>(value); }
 
+// Dynamic shared memory beyond what a kernel gets without opting in.
+template <class Kernel>
+cudaError_t opt_in(Kernel *kernel, size_t shared) {
+  if (shared <= 40 * 1024) return cudaSuccess;
+  return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared));
+}
+
 int32_t cuda_info(dk_info_params *p);  // device.cu; dk_info of this library, and of others that link its objects
 
 // Load every kernel of the library on the current device, so that no first launch has to.
