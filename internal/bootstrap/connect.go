@@ -261,16 +261,22 @@ func dialRetrying(ctx context.Context, network, address string) (net.Conn, error
 	}
 }
 
-// boundHandshake ends reads and writes on conn with ctx, or after limit unless that is 0, until stop is called.
+// boundHandshake ends reads and writes on conn with ctx, or after limit unless that is 0, until stop is called, once.
+// After stop conn has no deadline, also where ctx has ended: the link may then still say why this rank gives up.
 func boundHandshake(ctx context.Context, conn net.Conn, limit time.Duration) (stop func()) {
 	if limit > 0 {
 		conn.SetDeadline(time.Now().Add(limit))
 	}
-	unhook := context.AfterFunc(ctx, func() { conn.SetDeadline(time.Unix(1, 0)) })
+	ended := make(chan struct{})
+	unhook := context.AfterFunc(ctx, func() {
+		conn.SetDeadline(time.Unix(1, 0))
+		close(ended)
+	})
 	return func() {
-		if unhook() {
-			conn.SetDeadline(time.Time{})
+		if !unhook() {
+			<-ended
 		}
+		conn.SetDeadline(time.Time{})
 	}
 }
 

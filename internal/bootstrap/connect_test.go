@@ -3,6 +3,7 @@ package bootstrap
 import (
 	"context"
 	"fmt"
+	"io"
 	"net"
 	"os"
 	"strings"
@@ -220,6 +221,24 @@ func TestHandshakeChecks(t *testing.T) {
 		if err := n.checkHello(c.l, &c.f); err == nil || !strings.Contains(err.Error(), c.words) {
 			t.Errorf("got %v, want %q", err, c.words)
 		}
+	}
+}
+
+// A handshake that succeeds while the rank gives up leaves a connection that can carry the reason.
+func TestHandshakeAsTheRankGivesUp(t *testing.T) {
+	near, far := net.Pipe()
+	defer near.Close()
+	defer far.Close()
+	ctx, cancel := context.WithCancel(proctest.Context(t))
+	stop := boundHandshake(ctx, near, handshakeTime)
+	cancel()
+	if _, err := near.Write([]byte{1}); !timedOut(err) {
+		t.Fatalf("a write after the end of ctx: %v", err)
+	}
+	stop()
+	go func() { _, _ = io.Copy(io.Discard, far) }()
+	if _, err := near.Write([]byte{1}); err != nil {
+		t.Error(err)
 	}
 }
 
