@@ -88,7 +88,9 @@ def checks(name: str, commands: dict[str, list[str]], full: bool) -> Counts:
     return counts
 
 
-def plain(name: str, command: list[str], full: bool, env: dict[str, str] | None = None) -> Counts:
+def plain(
+    name: str, command: list[str], full: bool, env: dict[str, str] | None = None, shown: bool = True, **options: object
+) -> Counts:
     """The command's closing line counts; an exit status that the line does not explain is one more failure.
 
     What the command printed of its failures: its lines with FAILED, or else its last ones.
@@ -105,9 +107,9 @@ def plain(name: str, command: list[str], full: bool, env: dict[str, str] | None 
             marked.append(text.strip())
         elif text.strip():
             last.append(text.strip())
-        return True
+        return shown
 
-    code = _execute(name, command, full, env, on_line=line)
+    code = _execute(name, command, full, env, on_line=line, **options)
     if code != 0 and counts.failed == 0:
         print(f"{name}: exit status {code} without a failed test", flush=True)
         counts.failed += 1
@@ -116,11 +118,13 @@ def plain(name: str, command: list[str], full: bool, env: dict[str, str] | None 
     return counts
 
 
-def junit(name: str, command: list[str], full: bool, env: dict[str, str] | None = None, **options: object) -> Counts:
+def junit(
+    name: str, command: list[str], full: bool, env: dict[str, str] | None = None, shown: bool = True, **options: object
+) -> Counts:
     """Counts from the XML report that the command writes to LOGS/name.xml; no report means that it ended early."""
     report = LOGS / f"{name}.xml"
     report.unlink(missing_ok=True)
-    code = _execute(name, command, full, env, **options)
+    code = _execute(name, command, full, env, on_line=lambda _: shown, **options)
     if not report.exists():
         print(f"{name}: no report (exit status {code})", flush=True)
         return Counts(failed=1)
@@ -136,30 +140,42 @@ def junit(name: str, command: list[str], full: bool, env: dict[str, str] | None 
     return counts
 
 
+EVERY_CORE = ["--numprocesses=auto"]  # of pytest-xdist, for tests that neither wait nor measure
+
+
 def pytest(name: str, arguments: list[str], env: dict[str, str], full: bool, **options: object) -> Counts:
     command = [sys.executable, "-m", "pytest", f"--junitxml={LOGS}/{name}.xml", *arguments]
     return junit(name, command, full, env, **options)
 
 
-def pytest_in_two(name: str, folder: str, apart: Sequence[str], env: dict[str, str], full: bool) -> Counts:
-    """Two runs at the same time, of the files `apart` and of the others; what the former print stands after the rest.
+def in_two(first: Callable[..., Counts], second: Callable[..., Counts], log: str) -> Counts:
+    """Two runs at the same time. What the second prints goes to its log, and stands after what the first prints.
 
     Ranks that wait for each other, or for a deadline, leave half of two cores idle.
     """
-    files = [f"{folder}/{file}" for file in apart]
     kills: list[Callable[[], None]] = []
-    quiet: dict[str, object] = {"on_line": lambda _: False, "on_start": kills.append}
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        second = pool.submit(pytest, f"{name}-apart", files, env, full, **quiet)
+        beside = pool.submit(second, shown=False, on_start=kills.append)
         try:
-            counts = pytest(name, [folder, *(f"--ignore={file}" for file in files)], env, full)
-            counts.add(second.result())
+            counts = first()
+            counts.add(beside.result())
         except BaseException:  # Ctrl-C, say
             for kill in kills:
                 kill()
             raise
-    print((LOGS / f"{name}-apart.log").read_text(), flush=True)
+    print((LOGS / f"{log}.log").read_text(), flush=True)
     return counts
+
+
+def pytest_in_two(name: str, folder: str, apart: Sequence[str], env: dict[str, str], full: bool) -> Counts:
+    """The files `apart` and, at the same time, the others."""
+    files = [f"{folder}/{file}" for file in apart]
+    others = [folder, *(f"--ignore={file}" for file in files)]
+    return in_two(
+        functools.partial(pytest, name, others, env, full),
+        functools.partial(pytest, f"{name}-apart", files, env, full),
+        f"{name}-apart",
+    )
 
 
 def go_tests(name: str, packages: list[str], env: dict[str, str], full: bool) -> Counts:
@@ -238,7 +254,7 @@ def gpu_build(full: bool) -> Counts:
     commands = {"build": [*MAKE, "cuda", "nvshmem"], "symbols": [sys.executable, "tools/abi_check.py"]}
     counts = checks("gpu-build", commands, full)
     if counts.failed == 0:
-        counts.add(pytest("gpu-build", ["nvshmem/tests"], {}, full))
+        counts.add(pytest("gpu-build", [*EVERY_CORE, "nvshmem/tests"], {}, full))
     return counts
 
 
@@ -254,11 +270,21 @@ def emulated(full: bool) -> Counts:
 
 
 def kernel_suite(
-    name: str, tree: str, library: str, before: list[str], env: dict[str, str], full: bool, options: Sequence[str] = ()
-) -> Counts:
-    """The suite of the kernel interface, built in `tree`, against one library."""
+    name: str, tree: str, library: str, before: list[str], env: dict[str, str], full: bool, more: Sequence[str] = (),
+    **options: object,
+) -> Counts:  # fmt: skip
+    """The suite of the kernel interface, built in `tree`, against one library; `more` are its options."""
     program, path = ROOT / tree / "bin" / "kernel_tests", ROOT / tree / "lib" / library
-    return plain(name, [*before, str(program), str(path), *options], full, env)
+    return plain(name, [*before, str(program), str(path), *more], full, env, **options)  # type: ignore[arg-type]
+
+
+def kernels(full: bool) -> Counts:
+    """The CPU library, in two shares."""
+
+    def half(name: str, share: str) -> Callable[..., Counts]:
+        return functools.partial(kernel_suite, name, "build", CPU, [], {}, full, ["--share", share])
+
+    return in_two(half("kernels", "1/2"), half("kernels-apart", "2/2"), "kernels-apart")
 
 
 def gpu_mutants(full: bool) -> Counts:
@@ -330,12 +356,12 @@ def _plain(name: str, *command: str) -> Run:
     return functools.partial(plain, name, [*command])
 
 
-def _pytest(name: str, folder: str, **env: str) -> Run:
-    return functools.partial(pytest, name, [folder], env)
+def _pytest(name: str, *arguments: str, **env: str) -> Run:
+    return functools.partial(pytest, name, [*arguments], env)
 
 
 def _kernels(name: str, library: str, *options: str) -> Run:
-    return functools.partial(kernel_suite, name, "build", library, [], {}, options=[*options])
+    return functools.partial(kernel_suite, name, "build", library, [], {}, more=[*options])
 
 
 def _memory_check(tool: str) -> Run:
@@ -351,7 +377,7 @@ def _python_gpu(full: bool) -> Counts:
 # Of python/tests, about half of the time, none of whose tests is about deadlines.
 APART = [
     f"test_{name}.py"
-    for name in ("autograd", "combine", "dispatch", "elastic_nodes", "example", "face", "face_ordering", "fuzz",
+    for name in ("autograd", "combine", "dispatch", "elastic_nodes", "face", "face_ordering", "fuzz",
                  "import", "internode", "internode_low_latency", "low_latency", "nn", "ops", "random", "recycling",
                  "selftest", "shrink_nodes", "transformers")
 ]  # fmt: skip
@@ -367,7 +393,7 @@ _TABLE: list[tuple[str, str, tuple[str, ...], Run]] = [
     ("go-race-share", "the concurrent packages, under the race detector", GO_FILES,
      _go("go-race-share", "1", "-race", *CONCURRENT)),
     ("fuzz", "each Go fuzz target for a moment", GO_FILES, fuzz),
-    ("kernels", "the kernel interface, CPU library", KERNEL_TESTS, _kernels("kernels", CPU)),
+    ("kernels", "the kernel interface, CPU library", KERNEL_TESTS, kernels),
     ("asan", "the kernel suite under ASan and UBSan", KERNEL_TESTS, functools.partial(sanitized, "asan", [])),
     ("tsan", "the kernel suite under TSan", KERNEL_TESTS, functools.partial(sanitized, "tsan", [])),
     ("sanitized-share", "a share of it under ASan, UBSan and TSan", KERNEL_TESTS, sanitized_share),
@@ -388,7 +414,8 @@ _TABLE: list[tuple[str, str, tuple[str, ...], Run]] = [
     ("emulated", "the kernel interface, CUDA library on emulated devices", EMULATOR, emulated),
     ("mutants-emulated", "the same notices planted errors", EMULATOR,
      _plain("mutants-emulated", *PLANT, "emulated")),
-    ("packaging", "documents, set-up, install, wheel", ("tools/tests/test_*.py",), _pytest("packaging", "tools/tests")),
+    ("packaging", "documents, set-up, install, wheel", ("tools/tests/test_*.py",),
+     _pytest("packaging", *EVERY_CORE, "tools/tests")),
     ("aarch64", "a build for aarch64, under qemu", ("tools/aarch64.sh",) if CROSS else (),
      _plain("aarch64", "tools/aarch64.sh")),
     ("kernels-gpu", "the kernel interface, CUDA library", KERNEL_TESTS, _kernels("kernels-gpu", CUDA)),

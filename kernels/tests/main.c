@@ -1,15 +1,15 @@
 /* kernel_tests LIBRARY [--device N] [--ranks R] [--filter TEXT[|TEXT...]] [--seed N] [--seeds N] [--rounds N] [--isa N]
- * [--patience F]
- * [--threads] [--stop] [--list]
+ * [--patience F] [--share I/N] [--threads] [--stop] [--list]
  *
  * --ranks leaves out the cases of more ranks; --filter those with none of the texts in their names (^TEXT: at their
  * beginning); --rounds is the most that random cases make of their shapes; --seeds is how many of them the cases that
- * draw them try, from --seed on; --isa is that of dk_device_open; --patience is a factor for all time limits; --threads
- * leaves out the cases whose ranks are processes, which takes long where a process needs seconds to make its context;
- * --stop ends after the first failure. Runs the cases of the kernel interface against one library. The last line is "N
- * passed, N failed, N skipped"; the exit status is 1 if any failed. DEEPEP_TEST_SANITIZER (address, thread, memcheck,
- * racecheck, synccheck) says that the program runs under that tool: then the heavier cases are left out and time limits
- * are longer. DEEPEP_TEST_FULL=1: more rounds.
+ * draw them try, from --seed on; --isa is that of dk_device_open; --patience is a factor for all time limits; --share
+ * runs every Nth of the chosen cases, beginning with the Ith (1 to N); --threads leaves out the cases whose ranks are
+ * processes, which takes long where a process needs seconds to make its context; --stop ends after the first failure.
+ * Runs the cases of the kernel interface against one library. The last line is "N passed, N failed, N skipped"; the
+ * exit status is 1 if any failed. DEEPEP_TEST_SANITIZER (address, thread, memcheck, racecheck, synccheck) says that the
+ * program runs under that tool: then the heavier cases are left out and time limits are longer. DEEPEP_TEST_FULL=1:
+ * more rounds.
  */
 #include <dlfcn.h>
 #include <errno.h>
@@ -22,7 +22,8 @@
 
 #include "suite.h"
 
-struct settings settings = {.device = -1, .max_ranks = MAX_SEATS, .seed = 1, .heaviest = HEAVY, .patience = 1};
+struct settings settings = {
+    .device = -1, .max_ranks = MAX_SEATS, .seed = 1, .heaviest = HEAVY, .patience = 1, .shares = 1};
 
 /* A process for each rank: first, before the library is opened. */
 extern const struct group process_cases, transport_process_cases, transport_death_cases, ll_internode_process_cases;
@@ -68,6 +69,7 @@ static const struct group *const groups[] = {GROUPS(LIST_GROUP)}, *const transpo
 
 static struct {
   int count[3];
+  int chosen; /* cases, of all shares */
   pthread_mutex_t lock;
   const char *name;     /* of the running case */
   uint64_t deadline_ns; /* 0: none runs */
@@ -149,7 +151,7 @@ static void run_group(const struct group *group, enum verdict (*run)(const struc
                       const char *all) {
   for (int i = 0; i < group->count && !(settings.stop && state.count[FAILED]); i++) {
     const struct test_case *test = &group->cases[i];
-    if (!is_chosen(test->name)) continue;
+    if (!is_chosen(test->name) || state.chosen++ % settings.shares != settings.share) continue;
     const char *reason = all ? all : reason_to_skip(test);
     if (!reason) {
       run_case(test, run);
@@ -187,12 +189,24 @@ static long number(const char *text, long least, long most) {
   return value;
 }
 
+static void read_share(const char *text) {
+  char end;
+  if (sscanf(text, "%d/%d%c", &settings.share, &settings.shares, &end) == 2 && settings.share >= 1 &&
+      settings.share <= settings.shares) {
+    settings.share--;
+    return;
+  }
+  fprintf(stderr, "kernel_tests: got %s, allowed a share such as 1/2\n", text);
+  exit(2);
+}
+
 /* True: only list the cases. */
 static bool read_options(int argc, char **argv) {
   static const struct option options[] = {{"device", 1, 0, 'd'}, {"ranks", 1, 0, 'r'},  {"filter", 1, 0, 'f'},
                                           {"seed", 1, 0, 's'},   {"isa", 1, 0, 'i'},    {"patience", 1, 0, 'p'},
                                           {"seeds", 1, 0, 'n'},  {"rounds", 1, 0, 'm'}, {"threads", 0, 0, 't'},
-                                          {"stop", 0, 0, 'x'},   {"list", 0, 0, 'l'},   {0, 0, 0, 0}};
+                                          {"share", 1, 0, 'h'},  {"stop", 0, 0, 'x'},   {"list", 0, 0, 'l'},
+                                          {0, 0, 0, 0}};
   bool list = false;
   for (int c; (c = getopt_long(argc, argv, "", options, NULL)) != -1;) {
     if (c == 'd')
@@ -211,6 +225,8 @@ static bool read_options(int argc, char **argv) {
       settings.isa = (uint32_t)number(optarg, 0, 1000);
     else if (c == 'p')
       settings.patience *= strtod(optarg, NULL);
+    else if (c == 'h')
+      read_share(optarg);
     else if (c == 't')
       settings.threads = true;
     else if (c == 'x')
@@ -224,7 +240,7 @@ static bool read_options(int argc, char **argv) {
     fprintf(stderr,
             "usage: kernel_tests LIBRARY [--device N] [--ranks R] [--filter TEXT[|TEXT...]] [--seed N] [--seeds N] "
             "[--rounds N] [--isa N] "
-            "[--patience F] [--threads] [--stop] [--list]\n");
+            "[--patience F] [--share I/N] [--threads] [--stop] [--list]\n");
     exit(2);
   }
   settings.library_path = argv[optind];

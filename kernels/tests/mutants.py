@@ -266,7 +266,7 @@ def run_cpu(mutants: list[Mutant], verdicts: Verdicts) -> None:
         failed = failed_cases(output)
         return (True, failed[0]) if failed else (False, "not noticed")
 
-    build_and_try(CPU, mutants, folder, 1, attempt, verdicts)
+    build_and_try(CPU, mutants, folder, 2, attempt, verdicts)
 
 
 def run_races(mutants: list[Mutant], verdicts: Verdicts) -> None:

@@ -119,11 +119,12 @@ struct settings {
   int seeds;  /* for cases that try many; 0: each case's default */
   int rounds; /* the most of a random case; 0: its default */
   enum weight heaviest;
-  double patience;  /* factor for every time limit: sanitizers are slow */
-  bool full;        /* more rounds of random cases */
-  bool stop;        /* after the first failure */
-  bool threads;     /* no ranks as processes */
-  bool one_mapping; /* all ranks use one mapping of a block: TSan cannot match two mappings of it */
+  int share, shares; /* of the chosen cases this program runs every shares-th, from number share on */
+  double patience;   /* factor for every time limit: sanitizers are slow */
+  bool full;         /* more rounds of random cases */
+  bool stop;         /* after the first failure */
+  bool threads;      /* no ranks as processes */
+  bool one_mapping;  /* all ranks use one mapping of a block: TSan cannot match two mappings of it */
 };
 extern struct settings settings;
 enum verdict { PASSED, FAILED, SKIPPED };
