@@ -1,7 +1,7 @@
 # Everything is built, run and tested from here. `make` alone lists the targets.
 #
 # Settings (make NAME=value): PYTHON (makes .venv; its torch is used if it has one), GO, CC, CXX, NVCC, SM90=0 (no
-# sm_90a code), CODES (all: machine code for every GPU, as in the wheel), GLIBC (2.28: libraries for that C library and
+# sm_90 code), CODES (all: machine code for every GPU, as in the wheel), GLIBC (2.28: libraries for that C library and
 # later, as in the wheel), CUDA12=0 (a wheel without the library for drivers of CUDA 12), ENGINE (cpu or cuda, for run
 # and bench), ARGS (options for run, bench), PREFIX and DESTDIR (install), DEEPEP_BUILD (install: cpu, cuda or all, in
 # place of what the machine can build), ARCH=aarch64 (a cross build into build/aarch64).
@@ -167,14 +167,14 @@ NVCC_FLAGS   = $(NVCC_HOST) -std=c++17 -O3 $(CUDA_CODE) $(COMPRESS) -DDEEPEP_SM9
   -Ikernels -I$(OBJ)
 # Of the codes that everyone builds; for sm_100 ptxas spills 40 bytes in combine_expanded.
 SPILL_CHECK := $(if $(filter all,$(CODES)),,-Xptxas --warn-on-spills,--warning-as-error)
-# Which GPUs get machine code. CODES=some: sm_80 (and 86, 89), sm_90a. CODES=all adds Blackwell's three, which take
+# Which GPUs get machine code. CODES=some: sm_80 (and 86, 89), sm_90. CODES=all adds Blackwell's three, which take
 # three times as long to compile; the PTX for sm_90 serves them otherwise, and what comes later. A name with f runs on
 # its family, 10.0 and 10.3.
 CODES       ?= some
 gencode      = $(foreach code,$1,-gencode arch=compute_$(code),code=sm_$(code))
 NEWER_CODES := $(if $(filter 0,$(SM90)),,$(if $(filter all,$(CODES)),100f 103 120))
 SM80_CODE   := $(call gencode,80)
-SM90_CODE   := $(call gencode,90a) -gencode arch=compute_90,code=compute_90
+SM90_CODE   := $(call gencode,90) -gencode arch=compute_90,code=compute_90
 CUDA_CODE   := $(SM80_CODE) $(if $(filter 0,$(SM90)),,$(SM90_CODE)) $(call gencode,$(NEWER_CODES))
 COMPRESS    := $(if $(filter all,$(CODES)),--compress-mode=size --threads=$(JOBS))
 

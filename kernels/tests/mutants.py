@@ -182,7 +182,7 @@ GPU = Build(
     ("kernels/cuda",),
     "cuda_build_id.h",
     folder="build/mutants_gpu/original",
-    settings=("SM80_CODE=", "SM90_CODE=-gencode arch=compute_90a,code=sm_90a", "SPILL_CHECK="),
+    settings=("SM80_CODE=", "SM90_CODE=-gencode arch=compute_90,code=sm_90", "SPILL_CHECK="),
 )
 
 

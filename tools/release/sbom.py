@@ -38,7 +38,7 @@ FLAGS = {
 
 
 def machine_codes(build: pathlib.Path, library: str) -> list[str]:
-    """The codes in a GPU library: sm_90a is machine code, compute_90 PTX. Empty for a library without GPU code."""
+    """The codes in a GPU library: sm_90 is machine code, compute_90 PTX. Empty for a library without GPU code."""
     if library not in FLAGS:
         return []
     flags = (build / FLAGS[library]).read_text()

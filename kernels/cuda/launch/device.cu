@@ -133,7 +133,7 @@ DK_EXPORT int32_t dk_device_open(dk_device_open_params *p) {
   p->free_bytes = free_bytes;
   memcpy(p->uuid, &device->properties.uuid, sizeof p->uuid);
   snprintf(p->name, sizeof p->name, "%.63s", device->properties.name);
-  snprintf(p->isa_name, sizeof p->isa_name, device->bulk ? "sm_90a" : "sm_80");
+  snprintf(p->isa_name, sizeof p->isa_name, device->bulk ? "sm_90" : "sm_80");
   return DK_OK;
 }
 
