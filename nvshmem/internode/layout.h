@@ -65,6 +65,7 @@ struct NodeView {
   int32_t num_peers;               // ranks of a node
   int32_t num_queues;              // handles of queue pairs, where NVSHMEM has them
   const int *queues;               // device
+  bool puts_are_stores;            // over NVLink, to every rank that puts go to
 
   __host__ __device__ int node_of(int rank) const { return rank / num_peers; }
   __host__ __device__ int index_of(int rank) const { return rank % num_peers; }

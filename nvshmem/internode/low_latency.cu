@@ -26,9 +26,9 @@ int32_t launch(P *p, const Team *team, const K &params, void (*kernel)(K), size_
 namespace internode {
 
 int32_t create_low_latency(dk_team_create_params *p, Team *team) {
-  auto *ll =
-      new (std::nothrow) LowLatencyTeam{team->view, team->internode->view.low_latency_outbox, nullptr,
-                                        0,          transport_stores(p->transport),           team->device->max_shared};
+  const NodeView &view = team->internode->view;
+  auto *ll = new (std::nothrow)
+      LowLatencyTeam{team->view, view.low_latency_outbox, nullptr, 0, view.puts_are_stores, team->device->max_shared};
   if (ll == nullptr) return DK_ENOMEM;
   team->internode->low_latency = ll;
   cudaStream_t service = team->device->service;

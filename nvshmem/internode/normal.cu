@@ -13,8 +13,6 @@ namespace {
 
 using namespace internode;
 
-constexpr size_t kMaxRowLists = 200 * 1024;  // shared memory of combine's lists of rows
-
 template <class P>
 int32_t launch_barrier(P *p, uint32_t op, bool counts_as_call) {
   const Team *team = handle_of<Team>(p->team);
@@ -88,6 +86,10 @@ cudaError_t internode::load_normal_kernels() {
   return error == cudaSuccess ? load_routed_kernels() : error;
 }
 
+cudaError_t internode::prepare_normal(const Team *team) {
+  return opt_in(deep_ep::internode::combine_with_notify, team->device->max_shared);
+}
+
 int32_t internode_notify(dk_notify_params *p, const NotifyParams &n) {
   const Team *team = handle_of<Team>(p->team);
   if (team->internode->shrink != nullptr) return launch_shrinking(p, n, team);
@@ -122,20 +124,20 @@ int32_t internode_combine(dk_combine_params *p, const CombineParams &c, int bloc
   const Team *team = handle_of<Team>(p->team);
   if (team->internode->shrink != nullptr) return launch_shrinking(p, c, blocks, team);
   if (p->num_recv_tokens > 0 && p->recv_src_idx == 0) return DK_EINVAL;
-  InternodeCombineParams params{c, team->internode->view, {}, {}};
+  const size_t lists =
+      sizeof(void *) * CombineRoles::kWarps * (team->internode->view.num_peers + team->internode->view.num_nodes);
+  if (lists > team->device->max_shared) return DK_EUNSUPPORTED;
+  const CombineShape shape = combine_shape(team->device->bulk, c.row_bytes, team->device->max_shared - lists);
+  InternodeCombineParams params{c, team->internode->view, shape, {}, {}};
   const auto rings = [&](int channels) {
     return row_rings(team->view, params.internode, c.row_bytes + 4ull * (1 + c.num_topk), channels, true);
   };
-  params.rings = rings(channels_for(params.internode, blocks, CombineRoles::kNodeCollectors));
+  params.rings = rings(channels_for(params.internode, blocks, shape.node_sums));
   if (params.rings.slots == 0)
     return DK_EUNSUPPORTED;  // nvl region under min_nvl_bytes, or rdma region under min_rdma_bytes
   params.lists = stream_lists(static_cast<NormalState *>(team->internode->state), params.internode);
-  const size_t shared =
-      sizeof(void *) * CombineRoles::kWarps * (params.internode.num_peers + params.internode.num_nodes);
-  if (shared > kMaxRowLists) return DK_EUNSUPPORTED;
+  const size_t shared = shape.stage_bytes(c.row_bytes) + shape.barrier_bytes() + lists;
   const OnDevice on(team->device);
-  const cudaError_t error = opt_in(deep_ep::internode::combine_with_notify, shared);
-  if (error != cudaSuccess) return device_failure(p, error);
   InternodeCombineParams fixed = params;
   fixed.rings = rings(kFixedChannels);
   deep_ep::internode::combine_with_notify<<<blocks, CombineRoles::kThreads, shared, stream_of(p->stream)>>>(params,

@@ -39,6 +39,7 @@ int32_t fill_view(const dk_team_create_params *p, internode::NodeView *view) {
   view->num_nodes = p->num_ranks / peers;
   view->node = p->rank / peers;
   view->index = p->rank % peers;
+  view->puts_are_stores = internode::transport_stores(p->transport);
   view->at = internode::control_offsets(p->control_offset + local_control_bytes(p->num_ranks), p->num_ranks, peers);
   view->low_latency_outbox = view->at.end;
   const uint64_t end = shrink_offsets_of(view->low_latency_outbox, p->num_ranks).end;
@@ -103,6 +104,7 @@ int32_t internode_team_create(dk_team_create_params *p, Team *team) {
   cudaError_t error = allocate(created, internode::transport_queues(p->transport), team->device->service);
   if (error == cudaSuccess && is_remote(team) && (team->view.flags & DK_TEAM_SHRINK) != 0)
     error = allocate_shrink(team);
+  if (error == cudaSuccess) error = internode::prepare_normal(team);
   return error == cudaSuccess ? internode::create_low_latency(p, team) : device_failure(p, error);
 }
 

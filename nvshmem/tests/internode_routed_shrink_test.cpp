@@ -203,7 +203,9 @@ int main(int argc, char **argv) {
     random_number.seed(seed + static_cast<uint64_t>(i));
     World w(random_case());
     w.timeout_ns = 40000000;
-    emulate::start_network({random_number(), toss()}, w.blocks());
+    const emulate::Network how{random_number(), toss(), pick(0, 2) == 0};
+    for (Rank &r : w.ranks) r.internode.puts_are_stores = how.stores;
+    emulate::start_network(how, w.blocks());
     round_trip(w);
     const int scene = pick(0, 7);
     if (scene < 2)

@@ -300,7 +300,8 @@ int main(int argc, char **argv) {
   for (int i = 0; i < cases; ++i) {
     random_number.seed(seed + static_cast<uint64_t>(i));
     World w(random_case());
-    const emulate::Network how{random_number(), toss()};
+    const emulate::Network how{random_number(), toss(), pick(0, 2) == 0};
+    for (Rank &r : w.ranks) r.internode.puts_are_stores = how.stores;
     emulate::start_network(how, w.blocks());
     for (int round = 0; round < 2; ++round) {
       make_inputs(w);
@@ -311,8 +312,11 @@ int main(int argc, char **argv) {
       dispatch(w, true);
     }
     emulate::stop_network();
-    printf("seed %llu: %d x %d ranks, hidden %d, top-%d, %s, flags %u, order of %s: ok\n",
+    printf("seed %llu: %d x %d ranks, hidden %d, top-%d, %s, flags %u, %s: ok\n",
            static_cast<unsigned long long>(seed) + i, w.c.nodes, w.c.peers, w.c.hidden, w.c.topk,
-           w.c.expand ? "expanded" : "plain", w.c.combine_flags, how.fences_alone ? "fences" : "queue pairs");
+           w.c.expand ? "expanded" : "plain", w.c.combine_flags,
+           how.stores         ? "stores"
+           : how.fences_alone ? "order of fences"
+                              : "order of queue pairs");
   }
 }

@@ -704,7 +704,9 @@ int main(int argc, char **argv) {
     random_number.seed(seed + static_cast<uint64_t>(i));
     World w(random_case(told, stay));
     w.timeout_ns = 40000000;
-    emulate::start_network({random_number(), !told && toss()}, w.blocks());
+    const emulate::Network how{random_number(), !told && toss(), !told && !stay && pick(0, 2) == 0};
+    for (Rank &r : w.ranks) r.internode.puts_are_stores = how.stores;
+    emulate::start_network(how, w.blocks());
     round_trip(w);
     if (told)
       told_late(w);

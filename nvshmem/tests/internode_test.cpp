@@ -292,7 +292,7 @@ void combine(World &w) {
     r.combined.assign(static_cast<size_t>(r.tokens) * c.hidden, 0x1234);
     r.sums.assign(static_cast<size_t>(r.tokens) * c.topk, -1);
   }
-  const bool biased = pick(0, 1) == 1;
+  const bool biased = pick(0, 1) == 1, bulk = pick(0, 2) != 0;
   w.launch("combine", CombineRoles::kThreads, [&](int me) {
     Rank &r = w.ranks[me];
     dk_combine_params a{};
@@ -309,11 +309,12 @@ void combine(World &w) {
     a.combined_x = handle_to(r.combined.data());
     a.combined_topk_weights = handle_to(r.sums.data());
     const CombineParams k{a, w.session(me, DK_OP_COMBINE), 2u * c.hidden};
-    InternodeCombineParams p{k, r.internode, {}, {}};
+    InternodeCombineParams p{
+        k, r.internode, combine_shape(bulk, k.row_bytes, sizeof deep_ep::internode::shared / 2), {}, {}};
     const auto rings = [&](int channels) {
       return row_rings(r.team, r.internode, k.row_bytes + 4ull * (1 + k.num_topk), channels, true);
     };
-    p.rings = rings(channels_for(r.internode, r.grid, CombineRoles::kNodeCollectors));
+    p.rings = rings(channels_for(r.internode, r.grid, p.shape.node_sums));
     p.lists = stream_lists(w.state(me), r.internode);
     InternodeCombineParams fixed = p;
     fixed.rings = rings(kFixedChannels);
@@ -494,9 +495,10 @@ int main(int argc, char **argv) {
   for (int i = 0; i < cases; ++i) {
     random_number.seed(seed + static_cast<uint64_t>(i));
     World w(random_case());
-    const emulate::Network how{random_number(), pick(0, 1) == 1};
+    const emulate::Network how{random_number(), pick(0, 1) == 1, pick(0, 2) == 0};
     std::vector<uint8_t *> blocks;
     for (Rank &r : w.ranks) blocks.push_back(aligned(r.block));
+    for (Rank &r : w.ranks) r.internode.puts_are_stores = how.stores;
     emulate::start_network(how, blocks);
     for (int round = 0; round < 2; ++round) {
       make_inputs(w);
@@ -510,7 +512,10 @@ int main(int argc, char **argv) {
       barrier(w);
     }
     emulate::stop_network();
-    printf("seed %llu: %d x %d ranks, hidden %d, top-%d, order of %s: ok\n", static_cast<unsigned long long>(seed) + i,
-           w.c.nodes, w.c.peers, w.c.hidden, w.c.topk, how.fences_alone ? "fences" : "queue pairs");
+    printf("seed %llu: %d x %d ranks, hidden %d, top-%d, %s: ok\n", static_cast<unsigned long long>(seed) + i,
+           w.c.nodes, w.c.peers, w.c.hidden, w.c.topk,
+           how.stores         ? "stores"
+           : how.fences_alone ? "order of fences"
+                              : "order of queue pairs");
   }
 }

@@ -17,6 +17,7 @@ void store(void *to, const void *from, size_t bytes, int pe);
 struct Network {
   uint64_t seed;
   bool fences_alone;
+  bool stores = false;  // puts take effect at once, as stores over NVLink do
 };
 void start_network(const Network &how, const std::vector<uint8_t *> &blocks);
 void stop_network();                 // delivers everything first

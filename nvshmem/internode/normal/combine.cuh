@@ -13,18 +13,40 @@
 
 namespace deepep::internode {
 
-struct InternodeCombineParams {
-  CombineParams c;
-  NodeView internode;
-  RowRings rings;
-  StreamLists lists;
-};
-
 struct CombineRoles {
   static constexpr int kSenders = 4, kNodeCollectors = 10, kTokenCollectors = 10;
   static constexpr int kWarps = kSenders + kNodeCollectors + kTokenCollectors, kThreads = kWarps * kWarp;
 };
 constexpr int kSumsAtOnce = 4;  // rows or tokens of a stream in one turn of a warp
+
+// How many of a block's warps push rows and sum for nodes; the others sum tokens. stages: rows that a pusher has in
+// shared memory on their way, moved by bulk copies; 0: its lanes load and store rows.
+struct CombineShape {
+  int pushers = CombineRoles::kSenders, node_sums = CombineRoles::kNodeCollectors;
+  uint32_t stages = 0;
+
+  __host__ __device__ int token_sums() const { return CombineRoles::kWarps - pushers - node_sums; }
+  // Shared memory of a block: the stages of all pushers, a barrier for each, then the warps' lists of rows.
+  __host__ __device__ uint64_t stage_bytes(uint32_t row_bytes) const {
+    return static_cast<uint64_t>(pushers) * stages * row_bytes;
+  }
+  __host__ __device__ uint64_t barrier_bytes() const { return static_cast<uint64_t>(pushers) * stages * 8; }
+};
+// With bulk copies fewer warps push, each up to kSumsAtOnce rows at a time, as far as they fit into `shared` bytes.
+inline CombineShape combine_shape(bool bulk, uint32_t row_bytes, uint64_t shared) {
+  constexpr int kPushers = 2, kNodeSums = 11;
+  const uint64_t fit = shared / (kPushers * (row_bytes + 8ull));
+  if (!bulk || fit == 0) return {};
+  return {kPushers, kNodeSums, static_cast<uint32_t>(min<uint64_t>(kSumsAtOnce, fit))};
+}
+
+struct InternodeCombineParams {
+  CombineParams c;
+  NodeView internode;
+  CombineShape shape;
+  RowRings rings;
+  StreamLists lists;
+};
 
 // After a row's payload: the token, then its weights.
 __device__ inline uint32_t *row_words(const InternodeCombineParams &p, uint8_t *row) {
@@ -70,15 +92,69 @@ __device__ inline int next_row_of(const InternodeCombineParams &p, const OwnRows
   return row;
 }
 
-__device__ inline void push_row(const InternodeCombineParams &p, int64_t row, uint8_t *to) {
-  copy_payload(to, nullptr, p.c.x() + row * p.c.row_bytes, p.c.row_bytes);
+// A pusher's rows on their way; whole warps call its functions, lane 0 moves the rows.
+struct PushStages {
+  uint8_t *bytes;
+  uint64_t *arrived;
+  uint32_t count;
+  uint32_t loaded, turns;  // of this turn; bit i: the parity of what stage i awaits
+
+  // `shared`: of the block, `warp`: among its pushers.
+  __device__ PushStages(const InternodeCombineParams &p, uint8_t *shared, int warp) {
+    count = p.shape.stages;
+    bytes = shared + static_cast<uint64_t>(warp) * count * p.c.row_bytes;
+    arrived = reinterpret_cast<uint64_t *>(shared + p.shape.stage_bytes(p.c.row_bytes)) + warp * count;
+    loaded = turns = 0;
+#if DEEPEP_HAS_BULK_COPY
+    if (lane_id() == 0) {
+      for (uint32_t i = 0; i < count; ++i) ptx::mbarrier_init(&arrived[i], 1);
+      ptx::mbarrier_init_fence();
+    }
+    __syncwarp();
+#endif
+  }
+  __device__ void load(const uint8_t *row, uint32_t row_bytes) {
+#if DEEPEP_HAS_BULK_COPY
+    if (lane_id() == 0) {
+      ptx::mbarrier_expect(&arrived[loaded], row_bytes);
+      ptx::bulk_load(bytes + loaded * row_bytes, row, row_bytes, &arrived[loaded]);
+    }
+    ++loaded;
+#endif
+  }
+  // Stores what this turn has loaded, row i at place(i); afterwards a release by lane 0 publishes the rows.
+  template <class Place>
+  __device__ void store(uint32_t row_bytes, Place place) {
+#if DEEPEP_HAS_BULK_COPY
+    if (lane_id() == 0 && loaded != 0) {
+      ptx::fence_global_before_bulk();  // the collector has read the rows that were there
+      for (uint32_t i = 0; i < loaded; ++i) {
+        spin_in_block([&] { return ptx::mbarrier_try_wait(&arrived[i], turns >> i & 1); });
+        ptx::bulk_store(place(i), bytes + i * row_bytes, row_bytes);
+        ptx::bulk_commit();
+      }
+      ptx::bulk_wait<0>();
+    }
+    turns ^= (1u << loaded) - 1;
+    loaded = 0;
+    __syncwarp();
+#endif
+  }
+};
+
+__device__ inline void push_row(const InternodeCombineParams &p, int64_t row, uint8_t *to, PushStages &stages) {
+  const uint8_t *from = p.c.x() + row * p.c.row_bytes;
+  if (stages.count != 0)
+    stages.load(from, p.c.row_bytes);
+  else
+    copy_payload(to, nullptr, from, p.c.row_bytes);
   uint32_t *words = row_words(p, to);
   if (lane_id() == 0) words[0] = static_cast<uint32_t>(p.c.recv_src_idx()[row]);
   for (int k = lane_id(); k < p.c.num_topk; k += kWarp)
     words[1 + k] = p.c.topk_weights() == nullptr ? 0 : __float_as_uint(p.c.topk_weights()[row * p.c.num_topk + k]);
 }
 
-__device__ inline Outcome serve_pusher(const InternodeCombineParams &p, uint64_t epoch, int stream,
+__device__ inline Outcome serve_pusher(const InternodeCombineParams &p, uint64_t epoch, int stream, PushStages &stages,
                                        BlockedStream &blocked) {
   const TeamView &team = p.c.session.team;
   // Of all ranks but those of this one's index, whose rows it adds where they are.
@@ -94,18 +170,21 @@ __device__ inline Outcome serve_pusher(const InternodeCombineParams &p, uint64_t
   const uint32_t taken = read_count(
                      word_at(team.self, p.internode.at.taken, push_index(p.internode, index, node, channel)), epoch),
                  before = state->count;
+  const auto place = [&](uint32_t number) { return block + p.rings.local(p.internode.index, node, channel, number); };
+  const uint32_t end = before + (stages.count != 0 ? stages.count : kSumsAtOnce);
   uint32_t pushed_rows = before;
   int row = state->at;
   bool last = false;
   const InPhase phase(kPhaseCopy);
-  while (!last && pushed_rows < before + kSumsAtOnce) {
+  while (!last && pushed_rows < end) {
     row = next_row_of(p, rows, channel, row);
     last = row >= rows.count;
     if (last || pushed_rows - taken >= p.rings.local_slots) break;
-    push_row(p, rows.first + row, block + p.rings.local(p.internode.index, node, channel, pushed_rows));
+    push_row(p, rows.first + row, place(pushed_rows), stages);
     ++pushed_rows;
     ++row;
   }
+  stages.store(p.c.row_bytes, [&](uint32_t i) { return place(before + i); });
   if (last || pushed_rows != before) write_count(pushed, epoch, pushed_rows | (last ? kLastRow : 0));
   if (lane_id() == 0) {
     state->at = row;
@@ -511,33 +590,39 @@ __device__ inline void reset_token_sums(const InternodeCombineParams &p, int fir
   __syncwarp();
 }
 
-__device__ inline void run_combine_roles(const InternodeCombineParams &p, uint64_t epoch, const uint8_t **rows) {
-  using Roles = CombineRoles;
+__device__ inline void run_combine_roles(const InternodeCombineParams &p, uint64_t epoch, uint8_t *shared) {
   const Session &s = p.c.session;
-  const int warp = warp_id(), blocks = static_cast<int>(gridDim.x), block = static_cast<int>(blockIdx.x),
+  const int blocks = static_cast<int>(gridDim.x), block = static_cast<int>(blockIdx.x),
             channels = static_cast<int>(p.rings.channels);
-  const TokenRows list{rows + warp * (p.internode.num_peers + p.internode.num_nodes), 0};
-  if (warp < Roles::kSenders) {
-    const int first = warp * blocks + block, step = Roles::kSenders * blocks,
+  int warp = warp_id();  // then: among those of its role
+  auto **lists =
+      reinterpret_cast<const uint8_t **>(shared + p.shape.stage_bytes(p.c.row_bytes) + p.shape.barrier_bytes());
+  const TokenRows list{lists + warp * (p.internode.num_peers + p.internode.num_nodes), 0};
+  if (warp < p.shape.pushers) {
+    const int first = warp * blocks + block, step = p.shape.pushers * blocks,
               count = (s.team.num_ranks - p.internode.num_nodes) * channels;
     for (int i = first; i < count; i += step)
       if (lane_id() == 0) p.lists.by_rank[i] = {0, 0, 0, 0};
+    PushStages stages(p, shared, warp);
     __syncwarp();
     serve_streams(s, kRolePusher, first, step, count,
-                  [&](int stream, BlockedStream &blocked) { return serve_pusher(p, epoch, stream, blocked); });
-  } else if (warp < Roles::kSenders + Roles::kNodeCollectors) {
-    const int first = (warp - Roles::kSenders) * blocks + block, step = Roles::kNodeCollectors * blocks,
+                  [&](int stream, BlockedStream &blocked) { return serve_pusher(p, epoch, stream, stages, blocked); });
+    return;
+  }
+  warp -= p.shape.pushers;
+  if (warp < p.shape.node_sums) {
+    const int first = warp * blocks + block, step = p.shape.node_sums * blocks,
               count = (p.internode.num_nodes - 1) * channels;
     reset_node_sums(p, first, step, count);
     serve_streams(s, kRoleNodeSum, first, step, count,
                   [&](int stream, BlockedStream &blocked) { return serve_node_sum(p, epoch, stream, list, blocked); });
-  } else {
-    const int first = (warp - Roles::kSenders - Roles::kNodeCollectors) * blocks + block,
-              step = Roles::kTokenCollectors * blocks;
-    reset_token_sums(p, first, step, channels);
-    serve_streams(s, kRoleTokenSum, first, step, channels,
-                  [&](int stream, BlockedStream &blocked) { return serve_token_sum(p, epoch, stream, list, blocked); });
+    return;
   }
+  warp -= p.shape.node_sums;
+  const int first = warp * blocks + block, step = p.shape.token_sums() * blocks;
+  reset_token_sums(p, first, step, channels);
+  serve_streams(s, kRoleTokenSum, first, step, channels,
+                [&](int stream, BlockedStream &blocked) { return serve_token_sum(p, epoch, stream, list, blocked); });
 }
 
 }  // namespace deepep::internode
@@ -562,9 +647,9 @@ __global__ void __launch_bounds__(CombineRoles::kThreads, 1)
     if (await_messages(s, p.internode, hand)) {
       if (blockIdx.x == 0) count_pushed_bytes(p);
       if (__syncthreads_and(agree_on_channels(s, p.internode, epoch, p.rings.channels)) != 0)
-        run_combine_roles(p, epoch, reinterpret_cast<const uint8_t **>(shared));
+        run_combine_roles(p, epoch, shared);
       else
-        run_combine_roles(fixed, epoch, reinterpret_cast<const uint8_t **>(shared));
+        run_combine_roles(fixed, epoch, shared);
     }
   }
   end_role_times(1);

@@ -5,6 +5,7 @@
 #include "cuda/sync/session.cuh"
 #include "internode/layout.h"
 #include "internode/normal/timeline.cuh"
+#include "internode/put_words.cuh"
 #ifdef DEEPEP_TEST_WIRE
 #include "internode/wire.cuh"
 #endif
@@ -23,11 +24,29 @@ __device__ inline nvshmemx_qp_handle_t queue_of_block(const NodeView &internode)
 }
 #endif
 
+// Where puts are stores (NodeView::puts_are_stores): bytes without a word. Then set_word(), by the same warp.
+__device__ __noinline__ inline void store_remote(int rank, void *to, const void *from, uint64_t bytes) {
+  __syncwarp();
+  put_words(to, from, bytes, rank);
+}
+__device__ __noinline__ inline void set_word(int rank, uint64_t *word, uint64_t value) {
+  __syncwarp();
+  if (lane_id() == 0) {
+    ptx::fence_acq_rel_sys();
+    nvshmemx_signal_op(word, value, NVSHMEM_SIGNAL_SET, rank);
+  }
+  __syncwarp();
+}
+
 // Puts `bytes` (a multiple of 16), then sets the word: a rank that acquires the word sees the bytes. This warp has
 // written the source, which must not change until the rank has answered.
 __device__ __noinline__ inline void put_remote(const NodeView &internode, int rank, void *to, const void *from,
                                                uint64_t bytes, uint64_t *word, uint64_t value) {
   __syncwarp();
+  if (internode.puts_are_stores) {
+    store_remote(rank, to, from, bytes);
+    return set_word(rank, word, value);
+  }
   if (lane_id() == 0) ptx::fence_acq_rel_sys();  // the NIC reads what all lanes stored
   __syncwarp();
 #ifdef DEEPEP_TEST_WIRE
@@ -65,6 +84,7 @@ __device__ inline void copy_payload(uint8_t *to, uint8_t *also, const uint8_t *f
 // Sets the word alone. With 16 bytes of blank, since NVSHMEM's proxy may let a later signal overtake one without bytes.
 __device__ inline void signal_remote(const NodeView &internode, const TeamView &team, int rank, uint64_t *word,
                                      uint64_t value) {
+  if (internode.puts_are_stores) return set_word(rank, word, value);
   uint8_t *blank = team.self + internode.at.blank;
   put_remote(internode, rank, blank, blank + 32, 16, word, value);
 }

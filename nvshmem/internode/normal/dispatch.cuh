@@ -121,8 +121,9 @@ __device__ inline void store_words(const DispatchParams &d, const RowWords &at, 
 }
 
 // Copies a token's row into a ring's place for the node, or to row `own` of this rank's outputs, or both (null and -1:
-// not there).
-__device__ inline void send_row(const InternodeDispatchParams &p, int node, int token, uint8_t *place, int64_t own) {
+// not there). words_alone: not its payload.
+__device__ inline void send_row(const InternodeDispatchParams &p, int node, int token, uint8_t *place, int64_t own,
+                                bool words_alone) {
   const DispatchParams &d = p.d;
   const RowWords at(d, p.internode.num_peers);
   const int32_t *heads =
@@ -132,7 +133,8 @@ __device__ inline void send_row(const InternodeDispatchParams &p, int node, int 
   RowExtras extras = load_extras(d, token, 0);
   const uint8_t *from = d.x() + static_cast<uint64_t>(token) * d.row_bytes;
   uint8_t *output = own < 0 ? nullptr : d.recv_x() + own * d.row_bytes;
-  copy_payload(place == nullptr ? output : place, place == nullptr ? nullptr : output, from, d.row_bytes);
+  if (!words_alone)
+    copy_payload(place == nullptr ? output : place, place == nullptr ? nullptr : output, from, d.row_bytes);
   if (lane_id() == 0 && place != nullptr) words[0] = static_cast<uint32_t>(token);
   if (lane_id() == 0 && own >= 0 && d.recv_src_idx() != nullptr) d.recv_src_idx()[own] = token;
   if (lane_id() < p.internode.num_peers && place != nullptr) words[at.numbers + lane_id()] = head;
@@ -159,34 +161,45 @@ struct SentRows {
   uint32_t count;
 };
 
-// To another node: rows of neighbouring places of the ring, as one put.
+// To another node: rows of neighbouring places of the ring, as one put. Puts that are stores take payloads from where
+// the caller has them; a NIC takes all bytes of a put from one place.
 template <class Params>
 __device__ inline SentRows send_piece(const Params &p, uint64_t epoch, int node, int channel, SentRows from,
                                       uint32_t credit) {
   const TeamView &team = p.d.session.team;
   const uint32_t slots = p.rings.slots,
                  end = from.count + min(min(p.rings.piece, slots - from.count % slots), slots - (from.count - credit));
-  const int step = static_cast<int>(p.rings.channels);
+  const int step = static_cast<int>(p.rings.channels), partner = p.internode.partner(node);
+  const bool stores = p.internode.puts_are_stores;
+  const auto staged = [&](uint32_t row) { return team.self + p.rings.out(node, channel, row); };
+  const auto there = [&](uint32_t row) { return team.self + p.rings.in(p.internode.node, channel, row); };
   SentRows now = from;
   while (now.count < end && now.token < p.d.num_tokens) {
     const int first = now.token;
     uint32_t found = next_tokens_for(p, node, first);
-    const InPhase phase(kPhaseStage);
+    const InPhase phase(stores ? kPhasePut : kPhaseStage);
     for (; found != 0 && now.count < end; found &= found - 1) {
       const int token = first + (__ffs(static_cast<int>(found)) - 1) * step;
-      send_row(p, node, token, team.self + p.rings.out(node, channel, now.count), -1);
+      send_row(p, node, token, staged(now.count), -1, stores);
+      if (stores)
+        store_remote(partner, there(now.count), p.d.x() + static_cast<uint64_t>(token) * p.d.row_bytes, p.d.row_bytes);
       now = {token + step, now.count + 1};
     }
     if (found == 0) now.token = first + kWarp * step;
   }
   if (now.count == from.count) return now;
   const InPhase phase(kPhasePut);
-  const uint32_t last_row = align_up(p.d.row_bytes + words_bytes(p), 16u);
-  put_remote(p.internode, p.internode.partner(node), team.self + p.rings.in(p.internode.node, channel, from.count),
-             team.self + p.rings.out(node, channel, from.count),
-             static_cast<uint64_t>(now.count - from.count - 1) * p.rings.stride + last_row,
-             word_at(team.self, p.internode.at.heads, p.internode.node * kMaxChannels + channel),  // in either block
-             tagged(epoch, now.count));
+  const uint32_t words = align_up(words_bytes(p), 16u);
+  uint64_t *head = word_at(team.self, p.internode.at.heads, p.internode.node * kMaxChannels + channel);  // in any block
+  if (!stores) {
+    put_remote(p.internode, partner, there(from.count), staged(from.count),
+               static_cast<uint64_t>(now.count - from.count - 1) * p.rings.stride + p.d.row_bytes + words, head,
+               tagged(epoch, now.count));
+    return now;
+  }
+  for (uint32_t row = from.count; row != now.count; ++row)
+    store_remote(partner, there(row) + p.d.row_bytes, staged(row) + p.d.row_bytes, words);
+  set_word(partner, head, tagged(epoch, now.count));
   return now;
 }
 
@@ -221,7 +234,7 @@ __device__ inline SentRows send_near(const Params &p, uint64_t epoch, int channe
         return {-1, now.count};
       }
       send_row(p, node, token, others ? team.self + p.rings.in(node, channel, now.count) : nullptr,
-               own < 0 ? -1 : before + own);
+               own < 0 ? -1 : before + own, false);
       taken += own >= 0;
       ++rows;
       now = {token + step, now.count + others};

@@ -123,6 +123,7 @@ inline RowRings row_rings(const TeamView &team, const NodeView &internode, uint6
   return at;
 }
 
-cudaError_t load_normal_kernels();  // all of them, on the current device
+cudaError_t load_normal_kernels();             // all of them, on the current device
+cudaError_t prepare_normal(const Team *team);  // on the current device: what their launches rely on
 
 }  // namespace deepep::internode

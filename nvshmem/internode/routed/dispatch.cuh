@@ -136,7 +136,7 @@ __device__ inline void store_scale(const DispatchParams &d, int64_t to, uint32_t
 // As send_row() without a routing.
 template <bool kExpand>
 __device__ inline void send_row(const RoutedDispatchParams<kExpand> &p, int node, int token, uint8_t *place,
-                                int64_t own) {
+                                int64_t own, bool words_alone) {
   const DispatchParams &d = p.d;
   const RoutedWords<kExpand> at(d, p.internode.num_peers);
   const int32_t *heads =
@@ -145,7 +145,7 @@ __device__ inline void send_row(const RoutedDispatchParams<kExpand> &p, int node
   const RowChoice choice = load_choice<kExpand>(d, token);
   const int32_t number = d.session.team.rank * d.num_max_tokens + token;
   const int64_t to = own < 0 ? -1 : row_of_lane<kExpand>(d, choice, own, d.session.team.rank);
-  copy_to_rows(d, place, d.x() + static_cast<uint64_t>(token) * d.row_bytes, to);
+  if (!words_alone) copy_to_rows(d, place, d.x() + static_cast<uint64_t>(token) * d.row_bytes, to);
   if (place != nullptr) {
     if (lane_id() == 0) words[0] = static_cast<uint32_t>(number);
 #pragma unroll 1

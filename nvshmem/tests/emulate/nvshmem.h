@@ -12,6 +12,7 @@ inline void nvshmem_quiet() { abort(); }
 inline void nvshmemx_putmem_nbi_block(void *, const void *, size_t, int) { abort(); }
 inline void nvshmemx_putmem_signal_nbi_block(void *, const void *, size_t, uint64_t *, uint64_t, int, int) { abort(); }
 
+inline void nvshmem_uint64_p(uint64_t *to, uint64_t value, int pe) { emulate::store(to, &value, sizeof value, pe); }
 inline void nvshmemx_signal_op(uint64_t *word, uint64_t value, int, int pe) {
   emulate::put(nullptr, nullptr, 0, word, value, pe);
 }
