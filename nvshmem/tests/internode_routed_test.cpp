@@ -315,9 +315,6 @@ int main(int argc, char **argv) {
     emulate::stop_network();
     printf("seed %llu: %d x %d ranks, hidden %d, top-%d, %s, flags %u, %s: ok\n",
            static_cast<unsigned long long>(seed) + i, w.c.nodes, w.c.peers, w.c.hidden, w.c.topk,
-           w.c.expand ? "expanded" : "plain", w.c.combine_flags,
-           how.stores         ? "stores"
-           : how.fences_alone ? "order of fences"
-                              : "order of queue pairs");
+           w.c.expand ? "expanded" : "plain", w.c.combine_flags, how.keeps());
   }
 }

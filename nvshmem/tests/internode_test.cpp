@@ -513,9 +513,6 @@ int main(int argc, char **argv) {
     }
     emulate::stop_network();
     printf("seed %llu: %d x %d ranks, hidden %d, top-%d, %s: ok\n", static_cast<unsigned long long>(seed) + i,
-           w.c.nodes, w.c.peers, w.c.hidden, w.c.topk,
-           how.stores         ? "stores"
-           : how.fences_alone ? "order of fences"
-                              : "order of queue pairs");
+           w.c.nodes, w.c.peers, w.c.hidden, w.c.topk, how.keeps());
   }
 }

@@ -65,14 +65,14 @@ void put(void *to, const void *from, size_t bytes, uint64_t *word, uint64_t valu
   const int me = block->rank;
   if (seen_put) seen_put(me, pe, word, bytes == 0 ? nullptr : to);
   const ptrdiff_t there = bases[static_cast<size_t>(pe)] - bases[static_cast<size_t>(me)];
-  Pipe &pipe = pipes[{static_cast<uint64_t>(me) << 32 | static_cast<uint64_t>(pe),
-                      network.fences_alone ? 0 : block->index.x + 1}];
   if (network.stores) {
     put_sizes.push_back(bytes);
     take_effect({static_cast<const uint8_t *>(from), static_cast<uint8_t *>(to) + there, bytes,
                  reinterpret_cast<uint64_t *>(reinterpret_cast<uint8_t *>(word) + there), value, 0, me, pe, 0});
     return;
   }
+  Pipe &pipe = pipes[{static_cast<uint64_t>(me) << 32 | static_cast<uint64_t>(pe),
+                      network.fences_alone ? 0 : block->index.x + 1}];
   // In two parts, of whole words.
   const size_t words = bytes / 8, first = words > 1 ? random_number() % words * 8 : 0;
   for (const auto &[at, end] : {std::pair<size_t, size_t>{0, first}, {first, bytes}})

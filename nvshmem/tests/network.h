@@ -18,6 +18,8 @@ struct Network {
   uint64_t seed;
   bool fences_alone;
   bool stores = false;  // puts take effect at once, as stores over NVLink do
+
+  const char *keeps() const { return stores ? "all order" : fences_alone ? "order of fences" : "order of queue pairs"; }
 };
 void start_network(const Network &how, const std::vector<uint8_t *> &blocks);
 void stop_network();                 // delivers everything first

@@ -245,7 +245,7 @@ def test_sm90_is_a_switch() -> None:
         shown[value] = [line for line in done.stdout.splitlines() if "arch=compute_80" in line and " -c " in line]
         assert len(shown[value]) > 5, done.stdout + done.stderr
     assert all("sm_90" not in line and "compute_90" not in line and "-DDEEPEP_SM90=0" in line for line in shown["0"])
-    assert all("code=sm_90" in line and "-DDEEPEP_SM90=1" in line for line in shown["1"])
+    assert all("arch=compute_90,code=sm_90 " in line and "-DDEEPEP_SM90=1" in line for line in shown["1"])
 
 
 def test_pictures_are_drawn_from_a_run(tmp_path: pathlib.Path) -> None:

@@ -24,7 +24,8 @@ __device__ inline nvshmemx_qp_handle_t queue_of_block(const NodeView &internode)
 }
 #endif
 
-// Where puts are stores (NodeView::puts_are_stores): bytes without a word. Then set_word(), by the same warp.
+// Where puts are stores (NodeView::puts_are_stores): bytes without a word. Then set_word(), by the same warp. In place
+// of low latency's store_by_warp(), which may take more registers than these kernels have.
 __device__ __noinline__ inline void store_remote(int rank, void *to, const void *from, uint64_t bytes) {
   __syncwarp();
   put_words(to, from, bytes, rank);
