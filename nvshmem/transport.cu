@@ -7,7 +7,6 @@
 
 #include "internode/layout.h"
 #include "internode/low_latency/put.cuh"
-#include "internode/put_words.cuh"
 #ifdef DEEPEP_TEST_WIRE
 #include <dlfcn.h>
 
@@ -236,7 +235,7 @@ __device__ void internode::put_by_warp(void *to, const void *from, uint32_t byte
   nvshmemx_putmem_signal_nbi_warp(to, from, bytes, word, value, NVSHMEM_SIGNAL_SET, rank);
 }
 __device__ void internode::store_by_warp(void *to, const void *from, uint32_t bytes, int rank) {
-  put_words(to, from, bytes, rank);
+  nvshmemx_putmem_nbi_warp(to, from, bytes, rank);
 }
 __device__ void internode::signal_by_thread(uint64_t *word, uint64_t value, int rank) {
 #ifdef DEEPEP_TEST_WIRE

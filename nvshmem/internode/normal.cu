@@ -87,7 +87,8 @@ cudaError_t internode::load_normal_kernels() {
 }
 
 cudaError_t internode::prepare_normal(const Team *team) {
-  return opt_in(deep_ep::internode::combine_with_notify, team->device->max_shared);
+  const cudaError_t error = opt_in(deep_ep::internode::dispatch_with_notify, team->device->max_shared);
+  return error == cudaSuccess ? opt_in(deep_ep::internode::combine_with_notify, team->device->max_shared) : error;
 }
 
 int32_t internode_notify(dk_notify_params *p, const NotifyParams &n) {
@@ -100,6 +101,13 @@ int32_t internode_notify(dk_notify_params *p, const NotifyParams &n) {
   return launched(p);
 }
 
+namespace {
+// For rows on their way to other nodes: shared memory that a put loads from, where puts are stores.
+uint64_t stage_room(const Team *team) {
+  return team->device->bulk && team->internode->view.puts_are_stores ? team->device->max_shared : 0;
+}
+}  // namespace
+
 int32_t internode_dispatch(dk_dispatch_params *p, const DispatchParams &d, int blocks) {
   if (p->routing != DK_ROUTING_NONE) return launch_routed_dispatch(p, d, blocks);
   const Team *team = handle_of<Team>(p->team);
@@ -110,12 +118,17 @@ int32_t internode_dispatch(dk_dispatch_params *p, const DispatchParams &d, int b
   params.rings = row_rings(team->view, params.internode, bytes, kFixedChannels, false);
   if (params.rings.slots == 0) return DK_EUNSUPPORTED;  // rdma region under min_rdma_bytes
   InternodeDispatchParams pushing = params;
+  const size_t places = team->view.num_ranks * sizeof(RowsThere);
+  params.stages = stage_shape(bytes, DispatchRoles::kSenders, places, stage_room(team));
+  shape_push(pushing, bytes, places, stage_room(team));
   pushing.rings = row_rings(team->view, params.internode, bytes,
-                            channels_for(params.internode, blocks, PushRoles::kSenders), false);
+                            channels_for(params.internode, blocks, pushing.shape.senders), false);
+  pushing.shape.share = push_share(d.num_tokens, pushing.rings.channels);
   pushing.words = word_rings(team->view, params.internode, pushing.rings, words_bytes(params));
+  const size_t shared = max(params.stages.end(), pushing.stages.end());
   const OnDevice on(team->device);
-  deep_ep::internode::dispatch_with_notify<<<blocks, DispatchRoles::kThreads, team->view.num_ranks * sizeof(RowsThere),
-                                             stream_of(p->stream)>>>(params, pushing);
+  deep_ep::internode::dispatch_with_notify<<<blocks, DispatchRoles::kThreads, shared, stream_of(p->stream)>>>(params,
+                                                                                                              pushing);
   return launched(p);
 }
 
@@ -127,16 +140,16 @@ int32_t internode_combine(dk_combine_params *p, const CombineParams &c, int bloc
   const size_t lists =
       sizeof(void *) * CombineRoles::kWarps * (team->internode->view.num_peers + team->internode->view.num_nodes);
   if (lists > team->device->max_shared) return DK_EUNSUPPORTED;
-  const CombineShape shape = combine_shape(team->device->bulk, c.row_bytes, team->device->max_shared - lists);
-  InternodeCombineParams params{c, team->internode->view, shape, {}, {}};
+  InternodeCombineParams params{c, team->internode->view, {}, {}, {}, {}};
+  shape_combine(params, lists, stage_room(team));
   const auto rings = [&](int channels) {
     return row_rings(team->view, params.internode, c.row_bytes + 4ull * (1 + c.num_topk), channels, true);
   };
-  params.rings = rings(channels_for(params.internode, blocks, shape.node_sums));
+  params.rings = rings(channels_for(params.internode, blocks, params.shape.node_sums));
   if (params.rings.slots == 0)
     return DK_EUNSUPPORTED;  // nvl region under min_nvl_bytes, or rdma region under min_rdma_bytes
   params.lists = stream_lists(static_cast<NormalState *>(team->internode->state), params.internode);
-  const size_t shared = shape.stage_bytes(c.row_bytes) + shape.barrier_bytes() + lists;
+  const size_t shared = params.stages.end();
   const OnDevice on(team->device);
   InternodeCombineParams fixed = params;
   fixed.rings = rings(kFixedChannels);

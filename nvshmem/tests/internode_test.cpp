@@ -51,6 +51,11 @@ struct World {
   Case c;
   std::vector<Rank> ranks;
   uint64_t call = 0, control_bytes = 0, timeout_ns = 200000000;
+  bool stages = true;  // where puts are stores
+
+  uint64_t stage_room(int me) const {
+    return stages && ranks[me].internode.puts_are_stores ? sizeof deep_ep::internode::shared : 0;
+  }
 
   explicit World(const Case &one) : c(one), ranks(static_cast<size_t>(one.ranks())) {
     const ControlOffsets at = control_offsets(control_layout(c.ranks()).bytes, c.ranks(), c.peers);
@@ -244,8 +249,12 @@ void run_dispatch(World &w, int me, bool cached, bool placed) {
   p.lists = stream_lists(p.state, r.internode);
   p.rings = row_rings(r.team, r.internode, d.row_bytes + words_bytes(p), kFixedChannels, false);
   InternodeDispatchParams pushing = p;
-  pushing.rings = row_rings(r.team, r.internode, d.row_bytes + words_bytes(p),
-                            channels_for(r.internode, r.grid, PushRoles::kSenders), false);
+  const uint64_t bytes = d.row_bytes + words_bytes(p), used = c.ranks() * sizeof(RowsThere);
+  p.stages = stage_shape(bytes, DispatchRoles::kSenders, used, w.stage_room(me));
+  shape_push(pushing, bytes, used, w.stage_room(me));
+  pushing.rings =
+      row_rings(r.team, r.internode, bytes, channels_for(r.internode, r.grid, pushing.shape.senders), false);
+  pushing.shape.share = push_share(r.tokens, pushing.rings.channels);
   pushing.words = word_rings(r.team, r.internode, pushing.rings, words_bytes(p));
   deep_ep::internode::dispatch_with_notify(p, pushing);
 }
@@ -292,7 +301,7 @@ void combine(World &w) {
     r.combined.assign(static_cast<size_t>(r.tokens) * c.hidden, 0x1234);
     r.sums.assign(static_cast<size_t>(r.tokens) * c.topk, -1);
   }
-  const bool biased = pick(0, 1) == 1, bulk = pick(0, 2) != 0;
+  const bool biased = pick(0, 1) == 1;
   w.launch("combine", CombineRoles::kThreads, [&](int me) {
     Rank &r = w.ranks[me];
     dk_combine_params a{};
@@ -309,8 +318,8 @@ void combine(World &w) {
     a.combined_x = handle_to(r.combined.data());
     a.combined_topk_weights = handle_to(r.sums.data());
     const CombineParams k{a, w.session(me, DK_OP_COMBINE), 2u * c.hidden};
-    InternodeCombineParams p{
-        k, r.internode, combine_shape(bulk, k.row_bytes, sizeof deep_ep::internode::shared / 2), {}, {}};
+    InternodeCombineParams p{k, r.internode, {}, {}, {}, {}};
+    shape_combine(p, sizeof(void *) * CombineRoles::kWarps * (c.peers + c.nodes), w.stage_room(me));
     const auto rings = [&](int channels) {
       return row_rings(r.team, r.internode, k.row_bytes + 4ull * (1 + k.num_topk), channels, true);
     };
@@ -467,8 +476,9 @@ Case random_case() {
 // Ranks with one block and with two, which would have different numbers of channels, and room for both.
 void different_blocks() {
   World w(Case{2, 2, 64, 2, 2, 0, 8, 1 << 22, 1 << 23});
-  const int few = channels_for(w.ranks[0].internode, 1, PushRoles::kSenders),
-            many = channels_for(w.ranks[0].internode, 2, PushRoles::kSenders);
+  constexpr int kSenders = 9;
+  const int few = channels_for(w.ranks[0].internode, 1, kSenders),
+            many = channels_for(w.ranks[0].internode, 2, kSenders);
   check(few != many && few > 1 && many <= kMaxChannels, "channels of one block and of two", -1, 0, few, many);
   std::vector<uint8_t *> blocks;
   for (Rank &r : w.ranks) blocks.push_back(aligned(r.block));
@@ -498,6 +508,7 @@ int main(int argc, char **argv) {
     const emulate::Network how{random_number(), pick(0, 1) == 1, pick(0, 2) == 0};
     std::vector<uint8_t *> blocks;
     for (Rank &r : w.ranks) blocks.push_back(aligned(r.block));
+    w.stages = pick(0, 3) != 0;
     for (Rank &r : w.ranks) r.internode.puts_are_stores = how.stores;
     emulate::start_network(how, blocks);
     for (int round = 0; round < 2; ++round) {

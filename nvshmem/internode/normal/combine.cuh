@@ -55,9 +55,10 @@ __device__ inline float weight_of(const InternodeCombineParams &p, const uint8_t
   return p.c.topk_weights() == nullptr ? 0 : p.c.topk_weights()[from / p.c.row_bytes * p.c.num_topk + k];
 }
 
-// Sums in FP32 and rounds once. Biases are added last. weights: [out] sums of the rows' weights, or null.
+// Sums in FP32 and rounds once. Biases are added last. shared: `to` is shared memory. weights: [out] sums of the rows'
+// weights, or null.
 __device__ inline void sum_rows(const InternodeCombineParams &p, const TokenRows &list, const uint8_t *const (&bias)[2],
-                                uint8_t *to, float *weights) {
+                                uint8_t *to, bool shared, float *weights) {
   const uint32_t bytes = p.c.row_bytes;
   const InPhase phase(kPhaseSum);
   __syncwarp();  // all lanes see the list
@@ -80,8 +81,13 @@ __device__ inline void sum_rows(const InternodeCombineParams &p, const TokenRows
       add_pieces(sum, one, base, bytes);
     }
 #pragma unroll
-    for (int u = 0; u < kPieces; ++u)
-      if (base + 16 * kWarp * u < bytes) ptx::st_stream(to + base + 16 * kWarp * u, round_bf16(sum[u]));
+    for (int u = 0; u < kPieces; ++u) {
+      if (base + 16 * kWarp * u >= bytes) continue;
+      if (shared)
+        *reinterpret_cast<uint4 *>(to + base + 16 * kWarp * u) = round_bf16(sum[u]);
+      else
+        ptx::st_stream(to + base + 16 * kWarp * u, round_bf16(sum[u]));
+    }
   }
 #pragma unroll 1
   for (int k = lane_id(); weights != nullptr && k < p.c.num_topk; k += kWarp) {
@@ -143,7 +149,7 @@ __device__ inline int next_token_of_node(const InternodeCombineParams &p, uint64
 
 // Sums the token's rows into `place`, and takes them.
 __device__ inline void sum_for_node(const InternodeCombineParams &p, uint64_t epoch, int node, int channel, int token,
-                                    uint8_t *place, uint32_t *taken, const OwnRows &own, TokenRows list) {
+                                    uint8_t *place, bool shared, uint32_t *taken, const OwnRows &own, TokenRows list) {
   const TeamView &team = p.c.session.team;
   uint32_t credits = 0;  // bit i: posted to rank 32 * i + this lane's number of the node
   for (int base = 0; base < p.internode.num_peers; base += kWarp) {
@@ -156,7 +162,7 @@ __device__ inline void sum_for_node(const InternodeCombineParams &p, uint64_t ep
     list.add(mine ? next.row : nullptr);
   }
   uint32_t *words = row_words(p, place);
-  sum_rows(p, list, {nullptr, nullptr}, place, reinterpret_cast<float *>(words + 1));
+  sum_rows(p, list, {nullptr, nullptr}, place, shared, reinterpret_cast<float *>(words + 1));
   if (lane_id() == 0) words[0] = static_cast<uint32_t>(token);
   __syncwarp();  // all lanes have read the rows
   for (int index = lane_id(); credits != 0; index += kWarp, credits >>= 1)
@@ -173,7 +179,7 @@ __device__ inline void sum_for_node(const InternodeCombineParams &p, uint64_t ep
 }
 
 __device__ inline Outcome serve_node_sum(const InternodeCombineParams &p, uint64_t epoch, int stream,
-                                         const TokenRows &list, BlockedStream &blocked) {
+                                         const TokenRows &list, const RowStage &stage, BlockedStream &blocked) {
   const TeamView &team = p.c.session.team;
   const int others = p.internode.num_nodes - 1, channel = stream / others,
             node = stream % others + (stream % others >= p.internode.node);
@@ -192,22 +198,30 @@ __device__ inline Outcome serve_node_sum(const InternodeCombineParams &p, uint64
   // A piece: sums in neighbouring places of the ring.
   const uint32_t end =
       credit == kAllRows ? before : before + min(min(p.rings.piece, slots - before % slots), slots - (before - credit));
+  const int partner = p.internode.partner(node);
+  const uint32_t last_row = align_up(p.c.row_bytes + 4u * (1 + p.c.num_topk), 16u);
   uint32_t sent = before;
   // It waits for room or for the last credit, unless next_token_of_node() says otherwise.
   blocked = {p.internode.partner(node), static_cast<int64_t>(sent) + 1, credit};
   for (; sent < end; ++sent) {
     const int token = next_token_of_node(p, epoch, node, channel, taken, own, blocked);
     if (token < 0 || token == kNoToken) break;
-    sum_for_node(p, epoch, node, channel, token, team.self + p.rings.out(node, channel, sent), taken, own, list);
+    uint8_t *place = stage.row == nullptr ? team.self + p.rings.out(node, channel, sent) : stage.row;
+    sum_for_node(p, epoch, node, channel, token, place, stage.row != nullptr, taken, own, list);
+    const InPhase phase(kPhasePut);
+    if (stage.row != nullptr)
+      store_remote(partner, team.self + p.rings.in(p.internode.node, channel, sent), stage.row, last_row);
   }
   if (sent != before) {
     const InPhase phase(kPhasePut);
-    const uint32_t last_row = align_up(p.c.row_bytes + 4u * (1 + p.c.num_topk), 16u);
-    put_remote(p.internode, p.internode.partner(node), team.self + p.rings.in(p.internode.node, channel, before),
-               team.self + p.rings.out(node, channel, before),
-               static_cast<uint64_t>(sent - before - 1) * p.rings.stride + last_row,
-               word_at(team.self, p.internode.at.heads, p.internode.node * kMaxChannels + channel),  // in either block
-               tagged(epoch, sent));
+    uint64_t *head =
+        word_at(team.self, p.internode.at.heads, p.internode.node * kMaxChannels + channel);  // in either block
+    if (stage.row == nullptr)
+      put_remote(p.internode, partner, team.self + p.rings.in(p.internode.node, channel, before),
+                 team.self + p.rings.out(node, channel, before),
+                 static_cast<uint64_t>(sent - before - 1) * p.rings.stride + last_row, head, tagged(epoch, sent));
+    else
+      set_word(partner, head, tagged(epoch, sent));
   }
   __syncwarp();
   if (lane_id() == 0) {
@@ -341,7 +355,7 @@ __device__ inline void sum_token(const InternodeCombineParams &p, const TokenRow
   float *weights = p.c.combined_topk_weights() == nullptr
                        ? nullptr
                        : p.c.combined_topk_weights() + static_cast<int64_t>(token) * p.c.num_topk;
-  sum_rows(p, list, bias, p.c.combined_x() + row, weights);
+  sum_rows(p, list, bias, p.c.combined_x() + row, false, weights);
 }
 
 __device__ inline Outcome serve_token_sum(const InternodeCombineParams &p, uint64_t epoch, int channel,
@@ -415,18 +429,16 @@ __device__ inline void run_combine_roles(const InternodeCombineParams &p, uint64
   const int blocks = static_cast<int>(gridDim.x), block = static_cast<int>(blockIdx.x),
             channels = static_cast<int>(p.rings.channels);
   int warp = warp_id();  // then: among those of its role
-  auto **lists =
-      reinterpret_cast<const uint8_t **>(shared + p.shape.stage_bytes(p.c.row_bytes) + p.shape.barrier_bytes());
+  auto **lists = reinterpret_cast<const uint8_t **>(shared);
   const TokenRows list{lists + warp * (p.internode.num_peers + p.internode.num_nodes), 0};
   if (warp < p.shape.pushers) {
     const int first = warp * blocks + block, step = p.shape.pushers * blocks,
               count = (s.team.num_ranks - p.internode.num_nodes) * channels;
     for (int i = first; i < count; i += step)
       if (lane_id() == 0) p.lists.by_rank[i] = {0, 0, 0, 0};
-    PushStages stages(p, shared, warp);
     __syncwarp();
     serve_streams(s, kRolePusher, first, step, count,
-                  [&](int stream, BlockedStream &blocked) { return serve_pusher(p, epoch, stream, stages, blocked); });
+                  [&](int stream, BlockedStream &blocked) { return serve_pusher(p, epoch, stream, blocked); });
     return;
   }
   warp -= p.shape.pushers;
@@ -434,8 +446,10 @@ __device__ inline void run_combine_roles(const InternodeCombineParams &p, uint64
     const int first = warp * blocks + block, step = p.shape.node_sums * blocks,
               count = (p.internode.num_nodes - 1) * channels;
     reset_node_sums(p, first, step, count);
-    serve_streams(s, kRoleNodeSum, first, step, count,
-                  [&](int stream, BlockedStream &blocked) { return serve_node_sum(p, epoch, stream, list, blocked); });
+    const RowStage stage(p.stages, shared, warp);
+    serve_streams(s, kRoleNodeSum, first, step, count, [&](int stream, BlockedStream &blocked) {
+      return serve_node_sum(p, epoch, stream, list, stage, blocked);
+    });
     return;
   }
   warp -= p.shape.node_sums;

@@ -1,10 +1,11 @@
 // combine_push.cuh - libdeepep_nvshmem.so: combine's parameters, and how rows get from their experts' rank to the
-// collector inside the node: pushers store them into its rings, by bulk copies where the GPU has those.
+// collector inside the node: pushers store them into its rings.
 #pragma once
 #include "cuda/common/lanes.cuh"
 #include "cuda/impl/normal/matrix.cuh"
 #include "internode/normal/common.cuh"
 #include "internode/normal/rings.h"
+#include "internode/normal/stage.cuh"
 
 namespace deepep::internode {
 
@@ -14,31 +15,17 @@ struct CombineRoles {
 };
 constexpr int kSumsAtOnce = 4;  // rows or tokens of a stream in one turn of a warp
 
-// How many of a block's warps push rows and sum for nodes; the others sum tokens. stages: rows that a pusher has in
-// shared memory on their way, moved by bulk copies; 0: its lanes load and store rows.
+// How many of a block's warps push rows and sum for nodes; the others sum tokens.
 struct CombineShape {
   int pushers = CombineRoles::kSenders, node_sums = CombineRoles::kNodeCollectors;
-  uint32_t stages = 0;
-
   __host__ __device__ int token_sums() const { return CombineRoles::kWarps - pushers - node_sums; }
-  // Shared memory of a block: the stages of all pushers, a barrier for each, then the warps' lists of rows.
-  __host__ __device__ uint64_t stage_bytes(uint32_t row_bytes) const {
-    return static_cast<uint64_t>(pushers) * stages * row_bytes;
-  }
-  __host__ __device__ uint64_t barrier_bytes() const { return static_cast<uint64_t>(pushers) * stages * 8; }
 };
-// With bulk copies fewer warps push, each up to kSumsAtOnce rows at a time, as far as they fit into `shared` bytes.
-inline CombineShape combine_shape(bool bulk, uint32_t row_bytes, uint64_t shared) {
-  constexpr int kPushers = 2, kNodeSums = 11;
-  const uint64_t fit = shared / (kPushers * (row_bytes + 8ull));
-  if (!bulk || fit == 0) return {};
-  return {kPushers, kNodeSums, static_cast<uint32_t>(min<uint64_t>(kSumsAtOnce, fit))};
-}
 
 struct InternodeCombineParams {
   CombineParams c;
   NodeView internode;
   CombineShape shape;
+  StageShape stages;  // of sums for other nodes
   RowRings rings;
   StreamLists lists;
 };
@@ -46,6 +33,14 @@ struct InternodeCombineParams {
 // After a row's payload: the token, then its weights.
 __device__ inline uint32_t *row_words(const InternodeCombineParams &p, uint8_t *row) {
   return reinterpret_cast<uint32_t *>(row + p.c.row_bytes);
+}
+
+// With stages a warp more pushes and one less sums for nodes. used: bytes of shared memory that are taken; room: for
+// stages, 0: none.
+inline void shape_combine(InternodeCombineParams &p, uint64_t used, uint64_t room) {
+  constexpr CombineShape kStaged{5, 9};
+  p.stages = stage_shape(p.c.row_bytes + 4ull * (1 + p.c.num_topk), kStaged.node_sums, used, room);
+  p.shape = p.stages.bytes != 0 ? kStaged : CombineShape{};
 }
 
 // ---- Pushers: a stream is a channel's rows for tokens of a source ---------------------------------------------------
@@ -82,69 +77,20 @@ __device__ inline int next_row_of(const InternodeCombineParams &p, const OwnRows
   return row;
 }
 
-// A pusher's rows on their way; whole warps call its functions, lane 0 moves the rows.
-struct PushStages {
-  uint8_t *bytes;
-  uint64_t *arrived;
-  uint32_t count;
-  uint32_t loaded, turns;  // of this turn; bit i: the parity of what stage i awaits
-
-  // `shared`: of the block, `warp`: among its pushers.
-  __device__ PushStages(const InternodeCombineParams &p, uint8_t *shared, int warp) {
-    count = p.shape.stages;
-    bytes = shared + static_cast<uint64_t>(warp) * count * p.c.row_bytes;
-    arrived = reinterpret_cast<uint64_t *>(shared + p.shape.stage_bytes(p.c.row_bytes)) + warp * count;
-    loaded = turns = 0;
-#if DEEPEP_HAS_BULK_COPY
-    if (lane_id() == 0) {
-      for (uint32_t i = 0; i < count; ++i) ptx::mbarrier_init(&arrived[i], 1);
-      ptx::mbarrier_init_fence();
-    }
-    __syncwarp();
-#endif
-  }
-  __device__ void load(const uint8_t *row, uint32_t row_bytes) {
-#if DEEPEP_HAS_BULK_COPY
-    if (lane_id() == 0) {
-      ptx::mbarrier_expect(&arrived[loaded], row_bytes);
-      ptx::bulk_load(bytes + loaded * row_bytes, row, row_bytes, &arrived[loaded]);
-    }
-    ++loaded;
-#endif
-  }
-  // Stores what this turn has loaded, row i at place(i); afterwards a release by lane 0 publishes the rows.
-  template <class Place>
-  __device__ void store(uint32_t row_bytes, Place place) {
-#if DEEPEP_HAS_BULK_COPY
-    if (lane_id() == 0 && loaded != 0) {
-      ptx::fence_global_before_bulk();  // the collector has read the rows that were there
-      for (uint32_t i = 0; i < loaded; ++i) {
-        spin_in_block([&] { return ptx::mbarrier_try_wait(&arrived[i], turns >> i & 1); });
-        ptx::bulk_store(place(i), bytes + i * row_bytes, row_bytes);
-        ptx::bulk_commit();
-      }
-      ptx::bulk_wait<0>();
-    }
-    turns ^= (1u << loaded) - 1;
-    loaded = 0;
-    __syncwarp();
-#endif
-  }
-};
-
-__device__ inline void push_row(const InternodeCombineParams &p, int64_t row, uint8_t *to, PushStages &stages) {
-  const uint8_t *from = p.c.x() + row * p.c.row_bytes;
-  if (stages.count != 0)
-    stages.load(from, p.c.row_bytes);
-  else
-    copy_payload(to, nullptr, from, p.c.row_bytes);
+__device__ inline void push_row(const InternodeCombineParams &p, int64_t row, uint8_t *to) {
+  const CombineParams &c = p.c;
+  const bool weighs = c.topk_weights() != nullptr;
+  const int32_t token = lane_id() == 0 ? c.recv_src_idx()[row] : 0;
+  const float weight = weighs && lane_id() < c.num_topk ? c.topk_weights()[row * c.num_topk + lane_id()] : 0;
+  copy_payload(to, nullptr, c.x() + row * c.row_bytes, c.row_bytes);
   uint32_t *words = row_words(p, to);
-  if (lane_id() == 0) words[0] = static_cast<uint32_t>(p.c.recv_src_idx()[row]);
-  for (int k = lane_id(); k < p.c.num_topk; k += kWarp)
-    words[1 + k] = p.c.topk_weights() == nullptr ? 0 : __float_as_uint(p.c.topk_weights()[row * p.c.num_topk + k]);
+  if (lane_id() == 0) words[0] = static_cast<uint32_t>(token);
+  if (lane_id() < c.num_topk) words[1 + lane_id()] = __float_as_uint(weight);
+  for (int k = kWarp + lane_id(); k < c.num_topk; k += kWarp)
+    words[1 + k] = weighs ? __float_as_uint(c.topk_weights()[row * c.num_topk + k]) : 0;
 }
 
-__device__ inline Outcome serve_pusher(const InternodeCombineParams &p, uint64_t epoch, int stream, PushStages &stages,
+__device__ inline Outcome serve_pusher(const InternodeCombineParams &p, uint64_t epoch, int stream,
                                        BlockedStream &blocked) {
   const TeamView &team = p.c.session.team;
   // Of all ranks but those of this one's index, whose rows it adds where they are.
@@ -153,38 +99,31 @@ __device__ inline Outcome serve_pusher(const InternodeCombineParams &p, uint64_t
             node = (p.internode.node + 1 + stream % sources / others) % p.internode.num_nodes,
             source = node * p.internode.num_peers + index, collector = p.internode.local_rank(index);
   RowStream *state = p.lists.by_rank + stream;
-  if (state->closed != 0) return kDone;
+  const RowStream before = *state;
+  if (before.closed != 0) return kDone;
   const OwnRows rows = own_rows(p, source);
   uint8_t *block = team.peers[collector];
   uint64_t *pushed = word_at(block, p.internode.at.pushed, push_index(p.internode, p.internode.index, node, channel));
-  const uint32_t taken = read_count(
-                     word_at(team.self, p.internode.at.taken, push_index(p.internode, index, node, channel)), epoch),
-                 before = state->count;
-  const auto place = [&](uint32_t number) { return block + p.rings.local(p.internode.index, node, channel, number); };
-  const uint32_t end = before + (stages.count != 0 ? stages.count : kSumsAtOnce);
-  uint32_t pushed_rows = before;
-  int row = state->at;
+  const uint32_t taken =
+      read_count(word_at(team.self, p.internode.at.taken, push_index(p.internode, index, node, channel)), epoch);
+  uint32_t count = before.count;
+  int row = before.at;
   bool last = false;
   const InPhase phase(kPhaseCopy);
-  while (!last && pushed_rows < end) {
+  while (!last && count < before.count + kSumsAtOnce) {
     row = next_row_of(p, rows, channel, row);
     last = row >= rows.count;
-    if (last || pushed_rows - taken >= p.rings.local_slots) break;
-    push_row(p, rows.first + row, place(pushed_rows), stages);
-    ++pushed_rows;
+    if (last || count - taken >= p.rings.local_slots) break;
+    push_row(p, rows.first + row, block + p.rings.local(p.internode.index, node, channel, count));
+    ++count;
     ++row;
   }
-  stages.store(p.c.row_bytes, [&](uint32_t i) { return place(before + i); });
-  if (last || pushed_rows != before) write_count(pushed, epoch, pushed_rows | (last ? kLastRow : 0));
-  if (lane_id() == 0) {
-    state->at = row;
-    state->count = pushed_rows;
-    state->closed = last;
-  }
+  if (last || count != before.count) write_count(pushed, epoch, count | (last ? kLastRow : 0));
+  if (lane_id() == 0) *state = {row, count, last, 0};
   __syncwarp();
   if (last) return kDone;
-  if (pushed_rows != before) return kMoved;
-  blocked = {collector, static_cast<int64_t>(pushed_rows) - p.rings.local_slots + 1, taken};
+  if (count != before.count) return kMoved;
+  blocked = {collector, static_cast<int64_t>(count) - p.rings.local_slots + 1, taken};
   return kBlocked;
 }
 

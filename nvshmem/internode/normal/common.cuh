@@ -5,7 +5,6 @@
 #include "cuda/sync/session.cuh"
 #include "internode/layout.h"
 #include "internode/normal/timeline.cuh"
-#include "internode/put_words.cuh"
 #ifdef DEEPEP_TEST_WIRE
 #include "internode/wire.cuh"
 #endif
@@ -24,11 +23,12 @@ __device__ inline nvshmemx_qp_handle_t queue_of_block(const NodeView &internode)
 }
 #endif
 
-// Where puts are stores (NodeView::puts_are_stores): bytes without a word. Then set_word(), by the same warp. In place
-// of low latency's store_by_warp(), which may take more registers than these kernels have.
+// Where puts are stores (NodeView::puts_are_stores): bytes without a word. Then set_word(), by the same warp. `from`
+// may be shared memory: NVSHMEM's copy by a warp loads 512 bytes and stores them before it loads more, so a row of 14
+// KB takes 28 round trips to where it lies. In place of low latency's store_by_warp(), which may take more registers
+// than these kernels have.
 __device__ __noinline__ inline void store_remote(int rank, void *to, const void *from, uint64_t bytes) {
-  __syncwarp();
-  put_words(to, from, bytes, rank);
+  nvshmemx_putmem_nbi_warp(to, from, bytes, rank);
 }
 __device__ __noinline__ inline void set_word(int rank, uint64_t *word, uint64_t value) {
   __syncwarp();
@@ -44,10 +44,6 @@ __device__ __noinline__ inline void set_word(int rank, uint64_t *word, uint64_t 
 __device__ __noinline__ inline void put_remote(const NodeView &internode, int rank, void *to, const void *from,
                                                uint64_t bytes, uint64_t *word, uint64_t value) {
   __syncwarp();
-  if (internode.puts_are_stores) {
-    store_remote(rank, to, from, bytes);
-    return set_word(rank, word, value);
-  }
   if (lane_id() == 0) ptx::fence_acq_rel_sys();  // the NIC reads what all lanes stored
   __syncwarp();
 #ifdef DEEPEP_TEST_WIRE

@@ -7,8 +7,19 @@
 #include "cuda/impl/normal/matrix.cuh"
 #include "internode/normal/common.cuh"
 #include "internode/normal/rings.h"
+#include "internode/normal/stage.cuh"
 
 namespace deepep::internode {
+
+struct DispatchRoles {
+  static constexpr int kSenders = 7, kRelays = 3, kReaders = 14;
+  static constexpr int kWarps = kSenders + kRelays + kReaders, kThreads = kWarps * kWarp;
+};
+// Where rows are pushed (push_rows.cuh): how many of a block's warps send rows and push them; the others read.
+struct PushShape {
+  int senders, pushers, share;  // share: tokens that a stream takes at a time; 0: a stream has its channel's
+  __host__ __device__ int readers() const { return DispatchRoles::kWarps - senders - pushers; }
+};
 
 struct InternodeDispatchParams {
   DispatchParams d;
@@ -17,12 +28,10 @@ struct InternodeDispatchParams {
   StreamLists lists;
   NormalState *state;
   WordRings words{};
+  StageShape stages{};
+  PushShape shape{};
 };
 
-struct DispatchRoles {
-  static constexpr int kSenders = 7, kRelays = 3, kReaders = 14;
-  static constexpr int kWarps = kSenders + kRelays + kReaders, kThreads = kWarps * kWarp;
-};
 constexpr int kRowsRead = 8;  // of a stream in one turn of a reader
 
 // Words after a row's payload: the token; for each rank of the node the row's number among this sender's rows for it,
@@ -45,14 +54,38 @@ __device__ inline int rows_between(const DispatchParams &d, int source, int read
 
 // ---- Senders: a stream is a channel's rows for another node---------------------------------------------------------
 
-// Which of the channel's next 32 tokens, from `token` on, go to the node.
-__device__ inline uint32_t next_tokens_for(const InternodeDispatchParams &p, int node, int token) {
-  const int num_ranks = p.d.session.team.num_ranks, mine = token + lane_id() * static_cast<int>(p.rings.channels);
-  const int32_t *heads = p.d.send_head() + static_cast<int64_t>(mine) * num_ranks + node * p.internode.num_peers;
-  bool goes = false;
-  for (int i = 0; mine < p.d.num_tokens && !goes && i < p.internode.num_peers; ++i) goes = heads[i] >= 0;
-  return __ballot_sync(kAllLanes, goes);
-}
+// A stream's next tokens: those of its channel; where rows are pushed, the next few that no other stream has taken, so
+// that the slower of two sends less.
+struct TokenRange {
+  int token, end;  // end: of a share
+
+  __device__ int step(const InternodeDispatchParams &p) const {
+    return p.shape.share != 0 ? 1 : static_cast<int>(p.rings.channels);
+  }
+  // False: no token is left.
+  __device__ bool any(const InternodeDispatchParams &p, uint64_t epoch, int node) {
+    if (token >= p.d.num_tokens) return false;
+    if (p.shape.share == 0) {
+      end = p.d.num_tokens;
+    } else if (token >= end) {
+      uint32_t first = 0;
+      if (lane_id() == 0)
+        first = atomicAdd(&p.state->tokens_taken[epoch % 2][node], static_cast<uint32_t>(p.shape.share));
+      token = min(static_cast<int>(__shfl_sync(kAllLanes, first, 0)), p.d.num_tokens);
+      end = min(token + p.shape.share, p.d.num_tokens);
+    }
+    return token < end;
+  }
+  // Which of the next 32, from `token` on, go to the node.
+  __device__ uint32_t that_go_to(const InternodeDispatchParams &p, int node) const {
+    const int num_ranks = p.d.session.team.num_ranks, mine = token + lane_id() * step(p);
+    const int32_t *heads = p.d.send_head() + static_cast<int64_t>(mine) * num_ranks + node * p.internode.num_peers;
+    bool goes = false;
+    for (int i = 0; mine < end && !goes && i < p.internode.num_peers; ++i) goes = heads[i] >= 0;
+    return __ballot_sync(kAllLanes, goes);
+  }
+  __device__ void skip(const InternodeDispatchParams &p, int first) { token = min(first + kWarp * step(p), end); }
+};
 
 // What a lane carries of a row besides the payload, loaded before it: an index and a weight, two scales.
 struct RowExtras {
@@ -157,49 +190,51 @@ __host__ __device__ inline uint32_t words_bytes(const InternodeDispatchParams &p
 
 // What a sender's turn leaves: the next token and the rows put into the ring so far.
 struct SentRows {
-  int token;
+  TokenRange tokens;
   uint32_t count;
 };
 
-// To another node: rows of neighbouring places of the ring, as one put. Puts that are stores take payloads from where
-// the caller has them; a NIC takes all bytes of a put from one place.
+// To another node: rows of neighbouring places of the ring, as one put, or by stores from `stage`, if there is one.
 template <class Params>
 __device__ inline SentRows send_piece(const Params &p, uint64_t epoch, int node, int channel, SentRows from,
-                                      uint32_t credit) {
+                                      uint32_t credit, RowStage &stage) {
   const TeamView &team = p.d.session.team;
   const uint32_t slots = p.rings.slots,
                  end = from.count + min(min(p.rings.piece, slots - from.count % slots), slots - (from.count - credit));
-  const int step = static_cast<int>(p.rings.channels), partner = p.internode.partner(node);
-  const bool stores = p.internode.puts_are_stores;
+  const int partner = p.internode.partner(node);
+  const uint32_t words = align_up(words_bytes(p), 16u);
   const auto staged = [&](uint32_t row) { return team.self + p.rings.out(node, channel, row); };
   const auto there = [&](uint32_t row) { return team.self + p.rings.in(p.internode.node, channel, row); };
   SentRows now = from;
-  while (now.count < end && now.token < p.d.num_tokens) {
-    const int first = now.token;
-    uint32_t found = next_tokens_for(p, node, first);
-    const InPhase phase(stores ? kPhasePut : kPhaseStage);
+  while (now.count < end && now.tokens.any(p, epoch, node)) {
+    const int first = now.tokens.token, step = now.tokens.step(p);
+    uint32_t found = now.tokens.that_go_to(p, node);
     for (; found != 0 && now.count < end; found &= found - 1) {
       const int token = first + (__ffs(static_cast<int>(found)) - 1) * step;
-      send_row(p, node, token, staged(now.count), -1, stores);
-      if (stores)
-        store_remote(partner, there(now.count), p.d.x() + static_cast<uint64_t>(token) * p.d.row_bytes, p.d.row_bytes);
-      now = {token + step, now.count + 1};
+      if (stage.row == nullptr) {
+        const InPhase phase(kPhaseStage);
+        send_row(p, node, token, staged(now.count), -1, false);
+      } else {
+        const InPhase phase(kPhasePut);
+        stage.load(p.d.x() + static_cast<uint64_t>(token) * p.d.row_bytes, p.d.row_bytes);
+        send_row(p, node, token, stage.row, -1, true);
+        stage.wait();
+        store_remote(partner, there(now.count), stage.row, p.d.row_bytes + words);
+      }
+      now.tokens.token = token + step;
+      ++now.count;
     }
-    if (found == 0) now.token = first + kWarp * step;
+    if (found == 0) now.tokens.skip(p, first);
   }
   if (now.count == from.count) return now;
   const InPhase phase(kPhasePut);
-  const uint32_t words = align_up(words_bytes(p), 16u);
   uint64_t *head = word_at(team.self, p.internode.at.heads, p.internode.node * kMaxChannels + channel);  // in any block
-  if (!stores) {
+  if (stage.row == nullptr)
     put_remote(p.internode, partner, there(from.count), staged(from.count),
                static_cast<uint64_t>(now.count - from.count - 1) * p.rings.stride + p.d.row_bytes + words, head,
                tagged(epoch, now.count));
-    return now;
-  }
-  for (uint32_t row = from.count; row != now.count; ++row)
-    store_remote(partner, there(row) + p.d.row_bytes, staged(row) + p.d.row_bytes, words);
-  set_word(partner, head, tagged(epoch, now.count));
+  else
+    set_word(partner, head, tagged(epoch, now.count));
   return now;
 }
 
@@ -208,16 +243,15 @@ __device__ inline SentRows send_piece(const Params &p, uint64_t epoch, int node,
 template <class Params>
 __device__ inline SentRows send_near(const Params &p, uint64_t epoch, int channel, SentRows from, uint32_t credit) {
   const TeamView &team = p.d.session.team;
-  const int node = p.internode.node, step = static_cast<int>(p.rings.channels),
-            expected = rows_between(p.d, team.rank, team.rank);
+  const int node = p.internode.node, step = from.tokens.step(p), expected = rows_between(p.d, team.rank, team.rank);
   const int64_t before = rows_before(p.d.rank_prefix_matrix(), team.num_ranks, team.rank, team.rank);
   const InPhase phase(kPhaseCopy);
   SentRows now = from;
   uint32_t rows = 0, taken = 0;
   bool full = false;
-  while (!full && rows < p.rings.piece && now.token < p.d.num_tokens) {
-    const int first = now.token;
-    uint32_t found = next_tokens_for(p, node, first);
+  while (!full && rows < p.rings.piece && now.tokens.any(p, epoch, node)) {
+    const int first = now.tokens.token;
+    uint32_t found = now.tokens.that_go_to(p, node);
     for (; found != 0 && rows < p.rings.piece; found &= found - 1) {
       const int token = first + (__ffs(static_cast<int>(found)) - 1) * step;
       const int32_t *heads = p.d.send_head() + static_cast<int64_t>(token) * team.num_ranks;
@@ -231,15 +265,16 @@ __device__ inline SentRows send_near(const Params &p, uint64_t epoch, int channe
       if (own >= expected) {
         if (lane_id() == 0) report_failure(p.d.session, DK_EINVAL, team.rank, DK_FIELD_SEND_HEAD, expected - 1, own, 0);
         __syncwarp();
-        return {-1, now.count};
+        return {{-1, 0}, now.count};
       }
       send_row(p, node, token, others ? team.self + p.rings.in(node, channel, now.count) : nullptr,
                own < 0 ? -1 : before + own, false);
       taken += own >= 0;
       ++rows;
-      now = {token + step, now.count + others};
+      now.tokens.token = token + step;
+      now.count += others;
     }
-    if (found == 0) now.token = first + kWarp * step;
+    if (found == 0) now.tokens.skip(p, first);
   }
   if (now.count != from.count)
     write_count(word_at(team.self, p.internode.at.heads, node * kMaxChannels + channel), epoch, now.count);
@@ -272,27 +307,26 @@ __device__ inline int node_of_stream(const InternodeDispatchParams &p, int strea
 }
 
 template <class Params>
-__device__ inline Outcome serve_sender(const Params &p, uint64_t epoch, int stream, BlockedStream &blocked) {
+__device__ inline Outcome serve_sender(const Params &p, uint64_t epoch, int stream, RowStage &stage,
+                                       BlockedStream &blocked) {
   const int node = node_of_stream(p, stream), channel = stream % static_cast<int>(p.rings.channels);
   RowStream *state = p.lists.to_nodes + stream;
   if (state->closed != 0) return kDone;
-  const SentRows before{state->at, state->count};
+  const SentRows before{{state->at, static_cast<int>(state->opened)}, state->count};
   const uint32_t credit =
       read_count(word_at(p.d.session.team.self, p.internode.at.credits, node * kMaxChannels + channel), epoch);
   const bool all = credit == kAllRows;
-  const SentRows now = all ? before : send_piece(p, epoch, node, channel, before, credit);
+  const SentRows now = all ? before : send_piece(p, epoch, node, channel, before, credit, stage);
   __syncwarp();
   if (lane_id() == 0) {
-    state->at = now.token;
-    state->count = now.count;
-    state->closed = all;
+    *state = {now.tokens.token, now.count, all, static_cast<uint32_t>(now.tokens.end)};
     if (all)
       add_to(&p.d.session.team.scratch->sent_bytes[p.internode.partner(node)],
              static_cast<uint64_t>(now.count) * (p.d.row_bytes + 4ull * p.d.num_scales));
   }
   __syncwarp();
   if (all) return kDone;
-  if (now.token != before.token) return kMoved;
+  if (now.tokens.token != before.tokens.token) return kMoved;
   blocked = {p.internode.partner(node), static_cast<int64_t>(now.count) + 1, credit};
   return kBlocked;
 }
@@ -427,19 +461,20 @@ __device__ inline Outcome serve_near(const Params &p, uint64_t epoch, int channe
   if (state->opened == 0)  // the ring has none for this rank
     write_count(word_at(team.self, p.internode.at.tails, ring * p.internode.num_peers + p.internode.index), epoch,
                 kAllRows);
-  const SentRows before{state->at, state->count};
+  const SentRows before{{state->at, 0}, state->count};
   const uint32_t credit = read_count(word_at(team.self, p.internode.at.credits, ring), epoch);
-  const SentRows now = before.token < p.d.num_tokens ? send_near(p, epoch, channel, before, credit) : before;
-  if (now.token < 0) return kBlocked;
+  const SentRows now = before.tokens.token < p.d.num_tokens ? send_near(p, epoch, channel, before, credit) : before;
+  if (now.tokens.token < 0) return kBlocked;
   uint32_t stored = 0;  // of all channels
   if (lane_id() == 0) stored = ptx::ld_relaxed_gpu(&p.state->rows_taken[epoch % 2][team.rank]);
   stored = __shfl_sync(kAllLanes, stored, 0);
-  const bool all = credit == kAllRows && now.token >= p.d.num_tokens && stored >= static_cast<uint32_t>(expected);
+  const bool all =
+      credit == kAllRows && now.tokens.token >= p.d.num_tokens && stored >= static_cast<uint32_t>(expected);
   __syncwarp();
-  if (lane_id() == 0) *state = {now.token, now.count, all, 1};
+  if (lane_id() == 0) *state = {now.tokens.token, now.count, all, 1};
   __syncwarp();
   if (all) return kDone;
-  if (now.token != before.token) return kMoved;
+  if (now.tokens.token != before.tokens.token) return kMoved;
   blocked = {p.internode.local_rank(slowest_reader(p, epoch, node, channel).index), expected, stored};
   return kBlocked;
 }
@@ -540,7 +575,7 @@ __device__ inline void reset_streams(RowStream *streams, int first, int step, in
   __syncwarp();
 }
 
-__device__ inline void run_dispatch_roles(const InternodeDispatchParams &p, uint64_t epoch) {
+__device__ inline void run_dispatch_roles(const InternodeDispatchParams &p, uint64_t epoch, uint8_t *shared) {
   using Roles = DispatchRoles;
   const Session &s = p.d.session;
   const int warp = warp_id(), blocks = static_cast<int>(gridDim.x), block = static_cast<int>(blockIdx.x);
@@ -549,8 +584,9 @@ __device__ inline void run_dispatch_roles(const InternodeDispatchParams &p, uint
   if (warp < Roles::kSenders) {
     const int first = warp * blocks + block, step = Roles::kSenders * blocks;
     reset_streams(p.lists.to_nodes, first, step, to_nodes, channels);
+    RowStage stage(p.stages, shared, warp);
     serve_streams(s, kRoleSender, first, step, to_nodes,
-                  [&](int stream, BlockedStream &blocked) { return serve_sender(p, epoch, stream, blocked); });
+                  [&](int stream, BlockedStream &blocked) { return serve_sender(p, epoch, stream, stage, blocked); });
   } else if (warp < Roles::kSenders + Roles::kRelays) {
     const int first = (warp - Roles::kSenders) * blocks + block, step = Roles::kRelays * blocks;
     reset_streams(p.lists.from_nodes, first, step, from_nodes, channels);

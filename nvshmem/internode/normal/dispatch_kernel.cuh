@@ -24,15 +24,16 @@ __global__ void __launch_bounds__(DispatchRoles::kThreads, 1)
     if (await_messages(s, p.internode, hand) && has_room_everywhere(p, epoch)) {
       if (blockIdx.x == 0) count_bytes_in_node(p);
       if (find_places(pushing, epoch, there))
-        run_push_roles(pushing, epoch, there);
+        run_push_roles(pushing, epoch, there, shared);
       else
-        run_dispatch_roles(p, epoch);
+        run_dispatch_roles(p, epoch, shared);
     }
   }
   end_role_times(0);
   finish(s, [&](bool failed) {
     if (failed) clear_dispatch_outputs(p.d);
-    for (int r = threadIdx.x; r < s.team.num_ranks; r += blockDim.x) p.state->rows_taken[epoch % 2][r] = 0;
+    for (int r = threadIdx.x; r < s.team.num_ranks; r += blockDim.x)
+      p.state->rows_taken[epoch % 2][r] = p.state->tokens_taken[epoch % 2][r] = 0;
     if (threadIdx.x == 0) {
       s.team.scratch->epoch = epoch;
       clear_wrong_counts(p.d);

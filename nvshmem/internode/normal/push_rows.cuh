@@ -7,10 +7,16 @@
 
 namespace deepep::internode {
 
-struct PushRoles {
-  static constexpr int kSenders = 9, kPushers = 11, kReaders = 4;
-  static_assert(kSenders + kPushers + kReaders == DispatchRoles::kWarps, "one kernel");
-};
+// How many tokens a stream takes at a time: a warp some seven times.
+inline int push_share(int num_tokens, uint32_t channels) {
+  return max(1, min(kWarp, num_tokens / static_cast<int>(7 * channels)));
+}
+// With stages fewer warps send and more push. used: bytes of shared memory that are taken; room: for stages, 0: none.
+inline void shape_push(InternodeDispatchParams &p, uint64_t row_bytes, uint64_t used, uint64_t room) {
+  constexpr PushShape kStaged{6, 12, 1}, kPlain{9, 11, 1};
+  p.stages = stage_shape(row_bytes, kStaged.senders, used, room);
+  p.shape = p.stages.bytes != 0 ? kStaged : kPlain;
+}
 constexpr int kRowsPushed = 8;    // of a stream in one turn
 constexpr int kChunksAtOnce = 8;  // that a lane loads before it stores them
 
@@ -136,13 +142,17 @@ __device__ inline int push_row(const InternodeDispatchParams &p, PushTurn &turn,
   if (number >= 0 && i != p.internode.index)
     ring = turn.block + p.words.at(p.internode.index, turn.node, turn.channel, turn.pushed++);
   if (number >= 0 && number < turn.there.count) place = turn.there.first + static_cast<int64_t>(number) * d.row_bytes;
-  copy_to_places<1>(ring, reinterpret_cast<const uint8_t *>(words), p.words.stride);
+  const auto copy = [&] {
+    copy_to_places<1>(ring, reinterpret_cast<const uint8_t *>(words), p.words.stride);
+    copy_to_places<kChunksAtOnce>(place, payload, d.row_bytes);
+  };
   if (own >= 0)
     take_words(p, words,
                own + rows_before(d.rank_prefix_matrix(), d.session.team.num_ranks, p.internode.partner(turn.node),
                                  d.session.team.rank),
-               [] {});
-  copy_to_places<kChunksAtOnce>(place, payload, d.row_bytes);
+               copy);
+  else
+    copy();
   return __popc(__ballot_sync(kAllLanes, number >= 0));
 }
 
@@ -189,19 +199,20 @@ __device__ inline void make_words(const InternodeDispatchParams &p, int token, u
 
 // The next of this rank's tokens for its own node.
 struct NextToken {
+  TokenRange tokens;
   int first, token;
   uint32_t found;  // of the 32 tokens from `first` on that are left
 
   // False: there is none.
-  __device__ bool find(const InternodeDispatchParams &p) {
-    const int step = static_cast<int>(p.rings.channels);
-    while (found == 0 && token < p.d.num_tokens) {
-      first = token;
-      found = next_tokens_for(p, p.internode.node, first);
-      if (found == 0) token = first + kWarp * step;
+  __device__ bool find(const InternodeDispatchParams &p, uint64_t epoch) {
+    while (found == 0 && tokens.any(p, epoch, p.internode.node)) {
+      first = tokens.token;
+      found = tokens.that_go_to(p, p.internode.node);
+      if (found == 0) tokens.skip(p, first);
     }
     if (found == 0) return false;
-    token = first + (__ffs(static_cast<int>(found)) - 1) * step;
+    token = first + (__ffs(static_cast<int>(found)) - 1) * tokens.step(p);
+    tokens.token = token + tokens.step(p);
     found &= found - 1;
     return true;
   }
@@ -237,7 +248,7 @@ __device__ inline Outcome serve_pusher(const InternodeDispatchParams &p, uint64_
     return kBlocked;
   }
   most = min(most, room.rows);
-  NextToken next{0, state->at, 0};
+  NextToken next{{state->at, static_cast<int>(state->opened)}, 0, 0, 0};
   uint32_t rows = 0, placed = 0;
   bool last = false;
   for (; rows < most; ++rows) {
@@ -246,11 +257,10 @@ __device__ inline Outcome serve_pusher(const InternodeDispatchParams &p, uint64_
     auto *words = reinterpret_cast<uint32_t *>(row + p.d.row_bytes);
     const uint8_t *payload = row;
     if (own) {
-      last = !next.find(p);
+      last = !next.find(p, epoch);
       if (last) break;
       make_words(p, next.token, words);
       payload = p.d.x() + static_cast<uint64_t>(next.token) * p.d.row_bytes;
-      next.token += channels;
     }
     const int ranks = push_row(p, turn, payload, words);
     if (ranks < 0) return kBlocked;
@@ -270,7 +280,10 @@ __device__ inline Outcome serve_pusher(const InternodeDispatchParams &p, uint64_
   __syncwarp();
   if (lane_id() == 0) {
     state->count = read + rows;
-    if (own) state->at = next.token;
+    if (own) {
+      state->at = next.tokens.token;
+      state->opened = static_cast<uint32_t>(next.tokens.end);
+    }
     if (tells) state->at = static_cast<int32_t>(read + rows);
     state->closed = last;
   }
@@ -337,24 +350,25 @@ __device__ inline void reset_pushers(const InternodeDispatchParams &p, int first
 }
 
 // As run_dispatch_roles().
-__device__ inline void run_push_roles(const InternodeDispatchParams &p, uint64_t epoch, const RowsThere *there) {
-  using Roles = PushRoles;
+__device__ inline void run_push_roles(const InternodeDispatchParams &p, uint64_t epoch, const RowsThere *there,
+                                      uint8_t *shared) {
   const Session &s = p.d.session;
   const int warp = warp_id(), blocks = static_cast<int>(gridDim.x), block = static_cast<int>(blockIdx.x);
   const int channels = static_cast<int>(p.rings.channels), from_nodes = p.internode.num_nodes * channels,
             to_nodes = from_nodes - channels, of_others = (p.internode.num_peers - 1) * from_nodes;
-  if (warp < Roles::kSenders) {
-    const int first = warp * blocks + block, step = Roles::kSenders * blocks;
+  if (warp < p.shape.senders) {
+    const int first = warp * blocks + block, step = p.shape.senders * blocks;
     reset_streams(p.lists.to_nodes, first, step, to_nodes, channels);
+    RowStage stage(p.stages, shared, warp);
     serve_streams(s, kRoleSender, first, step, to_nodes,
-                  [&](int stream, BlockedStream &blocked) { return serve_sender(p, epoch, stream, blocked); });
-  } else if (warp < Roles::kSenders + Roles::kPushers) {
-    const int first = (warp - Roles::kSenders) * blocks + block, step = Roles::kPushers * blocks;
+                  [&](int stream, BlockedStream &blocked) { return serve_sender(p, epoch, stream, stage, blocked); });
+  } else if (warp < p.shape.senders + p.shape.pushers) {
+    const int first = (warp - p.shape.senders) * blocks + block, step = p.shape.pushers * blocks;
     reset_pushers(p, first, step, from_nodes);
     serve_streams(s, kRolePusher, first, step, from_nodes,
                   [&](int stream, BlockedStream &blocked) { return serve_pusher(p, epoch, there, stream, blocked); });
   } else {
-    const int first = (warp - Roles::kSenders - Roles::kPushers) * blocks + block, step = Roles::kReaders * blocks;
+    const int first = (warp - p.shape.senders - p.shape.pushers) * blocks + block, step = p.shape.readers() * blocks;
     reset_streams(p.lists.by_rank, first, step, of_others, channels);
     serve_streams(s, kRoleReader, first, step, of_others,
                   [&](int stream, BlockedStream &blocked) { return serve_words(p, epoch, stream, blocked); });

@@ -23,6 +23,8 @@ struct NormalState {
   // Dispatch, by parity of the epoch: rows received from each rank; of a partner whose rows this rank pushes on, all
   // that are in their places.
   uint32_t rows_taken[2][DK_MAX_RANKS];
+  // Likewise, by node: of the tokens that streams share, those that one of them has taken (TokenRange).
+  uint32_t tokens_taken[2][DK_MAX_RANKS];
 };
 struct StreamLists {
   RowStream *to_nodes, *from_nodes, *by_rank;  // [N * C], [N * C], [R * C]

@@ -198,8 +198,9 @@ __device__ inline void run_routed_roles(const RoutedDispatchParams<kExpand> &p, 
   if (warp < Roles::kSenders) {
     const int first = warp * blocks + block, step = Roles::kSenders * blocks;
     reset_streams(p.lists.to_nodes, first, step, to_nodes, channels);
+    RowStage stage;
     serve_streams(s, kRoleSender, first, step, to_nodes,
-                  [&](int stream, BlockedStream &blocked) { return serve_sender(p, epoch, stream, blocked); });
+                  [&](int stream, BlockedStream &blocked) { return serve_sender(p, epoch, stream, stage, blocked); });
   } else if (warp < Roles::kSenders + Roles::kRelays) {
     const int first = (warp - Roles::kSenders) * blocks + block, step = Roles::kRelays * blocks;
     reset_streams(p.lists.from_nodes, first, step, from_nodes, channels);
