@@ -117,14 +117,9 @@ int32_t internode_dispatch(dk_dispatch_params *p, const DispatchParams &d, int b
   params.lists = stream_lists(params.state, params.internode);
   params.rings = row_rings(team->view, params.internode, bytes, kFixedChannels, false);
   if (params.rings.slots == 0) return DK_EUNSUPPORTED;  // rdma region under min_rdma_bytes
-  InternodeDispatchParams pushing = params;
   const size_t places = team->view.num_ranks * sizeof(RowsThere);
   params.stages = stage_shape(bytes, DispatchRoles::kSenders, places, stage_room(team));
-  shape_push(pushing, bytes, places, stage_room(team));
-  pushing.rings = row_rings(team->view, params.internode, bytes,
-                            channels_for(params.internode, blocks, pushing.shape.senders), false);
-  pushing.shape.share = push_share(d.num_tokens, pushing.rings.channels);
-  pushing.words = word_rings(team->view, params.internode, pushing.rings, words_bytes(params));
+  const InternodeDispatchParams pushing = pushing_params(params, blocks, places, stage_room(team));
   const size_t shared = max(params.stages.end(), pushing.stages.end());
   const OnDevice on(team->device);
   deep_ep::internode::dispatch_with_notify<<<blocks, DispatchRoles::kThreads, shared, stream_of(p->stream)>>>(params,
@@ -137,22 +132,17 @@ int32_t internode_combine(dk_combine_params *p, const CombineParams &c, int bloc
   const Team *team = handle_of<Team>(p->team);
   if (team->internode->shrink != nullptr) return launch_shrinking(p, c, blocks, team);
   if (p->num_recv_tokens > 0 && p->recv_src_idx == 0) return DK_EINVAL;
-  const size_t lists =
-      sizeof(void *) * CombineRoles::kWarps * (team->internode->view.num_peers + team->internode->view.num_nodes);
-  if (lists > team->device->max_shared) return DK_EUNSUPPORTED;
   InternodeCombineParams params{c, team->internode->view, {}, {}, {}, {}};
-  shape_combine(params, lists, stage_room(team));
-  const auto rings = [&](int channels) {
-    return row_rings(team->view, params.internode, c.row_bytes + 4ull * (1 + c.num_topk), channels, true);
-  };
-  params.rings = rings(channels_for(params.internode, blocks, params.shape.node_sums));
+  const uint64_t lists = list_bytes(params.internode);
+  if (lists > team->device->max_shared) return DK_EUNSUPPORTED;
+  shape_combine(params, blocks, lists, stage_room(team));
   if (params.rings.slots == 0)
     return DK_EUNSUPPORTED;  // nvl region under min_nvl_bytes, or rdma region under min_rdma_bytes
   params.lists = stream_lists(static_cast<NormalState *>(team->internode->state), params.internode);
   const size_t shared = params.stages.end();
   const OnDevice on(team->device);
   InternodeCombineParams fixed = params;
-  fixed.rings = rings(kFixedChannels);
+  fixed.rings = sum_rings(params, kFixedChannels);
   deep_ep::internode::combine_with_notify<<<blocks, CombineRoles::kThreads, shared, stream_of(p->stream)>>>(params,
                                                                                                             fixed);
   return launched(p);

@@ -248,15 +248,9 @@ void run_dispatch(World &w, int me, bool cached, bool placed) {
   InternodeDispatchParams p{d, r.internode, {}, {}, w.state(me)};
   p.lists = stream_lists(p.state, r.internode);
   p.rings = row_rings(r.team, r.internode, d.row_bytes + words_bytes(p), kFixedChannels, false);
-  InternodeDispatchParams pushing = p;
-  const uint64_t bytes = d.row_bytes + words_bytes(p), used = c.ranks() * sizeof(RowsThere);
-  p.stages = stage_shape(bytes, DispatchRoles::kSenders, used, w.stage_room(me));
-  shape_push(pushing, bytes, used, w.stage_room(me));
-  pushing.rings =
-      row_rings(r.team, r.internode, bytes, channels_for(r.internode, r.grid, pushing.shape.senders), false);
-  pushing.shape.share = push_share(r.tokens, pushing.rings.channels);
-  pushing.words = word_rings(r.team, r.internode, pushing.rings, words_bytes(p));
-  deep_ep::internode::dispatch_with_notify(p, pushing);
+  const uint64_t places = c.ranks() * sizeof(RowsThere);
+  p.stages = stage_shape(d.row_bytes + words_bytes(p), DispatchRoles::kSenders, places, w.stage_room(me));
+  deep_ep::internode::dispatch_with_notify(p, pushing_params(p, r.grid, places, w.stage_room(me)));
 }
 
 enum Places { kStaged, kPlaced, kPlacedBut };  // the last: but for one rank of the team
@@ -319,14 +313,10 @@ void combine(World &w) {
     a.combined_topk_weights = handle_to(r.sums.data());
     const CombineParams k{a, w.session(me, DK_OP_COMBINE), 2u * c.hidden};
     InternodeCombineParams p{k, r.internode, {}, {}, {}, {}};
-    shape_combine(p, sizeof(void *) * CombineRoles::kWarps * (c.peers + c.nodes), w.stage_room(me));
-    const auto rings = [&](int channels) {
-      return row_rings(r.team, r.internode, k.row_bytes + 4ull * (1 + k.num_topk), channels, true);
-    };
-    p.rings = rings(channels_for(r.internode, r.grid, p.shape.node_sums));
+    shape_combine(p, r.grid, list_bytes(r.internode), w.stage_room(me));
     p.lists = stream_lists(w.state(me), r.internode);
     InternodeCombineParams fixed = p;
-    fixed.rings = rings(kFixedChannels);
+    fixed.rings = sum_rings(p, kFixedChannels);
     deep_ep::internode::combine_with_notify(p, fixed);
   });
   std::vector<std::vector<double>> want;
@@ -476,9 +466,8 @@ Case random_case() {
 // Ranks with one block and with two, which would have different numbers of channels, and room for both.
 void different_blocks() {
   World w(Case{2, 2, 64, 2, 2, 0, 8, 1 << 22, 1 << 23});
-  constexpr int kSenders = 9;
-  const int few = channels_for(w.ranks[0].internode, 1, kSenders),
-            many = channels_for(w.ranks[0].internode, 2, kSenders);
+  const int few = channels_for(w.ranks[0].internode, 1, kPushShape.senders),
+            many = channels_for(w.ranks[0].internode, 2, kPushShape.senders);
   check(few != many && few > 1 && many <= kMaxChannels, "channels of one block and of two", -1, 0, few, many);
   std::vector<uint8_t *> blocks;
   for (Rank &r : w.ranks) blocks.push_back(aligned(r.block));

@@ -199,7 +199,7 @@ __device__ inline Outcome serve_node_sum(const InternodeCombineParams &p, uint64
   const uint32_t end =
       credit == kAllRows ? before : before + min(min(p.rings.piece, slots - before % slots), slots - (before - credit));
   const int partner = p.internode.partner(node);
-  const uint32_t last_row = align_up(p.c.row_bytes + 4u * (1 + p.c.num_topk), 16u);
+  const uint32_t last_row = align_up(p.c.row_bytes + words_bytes(p), 16u);
   uint32_t sent = before;
   // It waits for room or for the last credit, unless next_token_of_node() says otherwise.
   blocked = {p.internode.partner(node), static_cast<int64_t>(sent) + 1, credit};

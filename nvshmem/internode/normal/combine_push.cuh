@@ -34,13 +34,22 @@ struct InternodeCombineParams {
 __device__ inline uint32_t *row_words(const InternodeCombineParams &p, uint8_t *row) {
   return reinterpret_cast<uint32_t *>(row + p.c.row_bytes);
 }
+__host__ __device__ inline uint32_t words_bytes(const InternodeCombineParams &p) { return 4u * (1 + p.c.num_topk); }
 
+inline RowRings sum_rings(const InternodeCombineParams &p, int most) {
+  return row_rings(p.c.session.team, p.internode, static_cast<uint64_t>(p.c.row_bytes) + words_bytes(p), most, true);
+}
+// Shared memory of a block: the lists of rows of its warps.
+inline uint64_t list_bytes(const NodeView &internode) {
+  return sizeof(void *) * CombineRoles::kWarps * (internode.num_peers + internode.num_nodes);
+}
 // With stages a warp more pushes and one less sums for nodes. used: bytes of shared memory that are taken; room: for
 // stages, 0: none.
-inline void shape_combine(InternodeCombineParams &p, uint64_t used, uint64_t room) {
+inline void shape_combine(InternodeCombineParams &p, int blocks, uint64_t used, uint64_t room) {
   constexpr CombineShape kStaged{5, 9};
-  p.stages = stage_shape(p.c.row_bytes + 4ull * (1 + p.c.num_topk), kStaged.node_sums, used, room);
+  p.stages = stage_shape(static_cast<uint64_t>(p.c.row_bytes) + words_bytes(p), kStaged.node_sums, used, room);
   p.shape = p.stages.bytes != 0 ? kStaged : CombineShape{};
+  p.rings = sum_rings(p, channels_for(p.internode, blocks, p.shape.node_sums));
 }
 
 // ---- Pushers: a stream is a channel's rows for tokens of a source ---------------------------------------------------
@@ -49,6 +58,7 @@ inline void shape_combine(InternodeCombineParams &p, uint64_t used, uint64_t roo
 struct OwnRows {
   const int32_t *tokens;
   int first, count;
+  __device__ int token(int row) const { return tokens[row]; }
 };
 __device__ inline OwnRows own_rows(const InternodeCombineParams &p, int source) {
   const TeamView &team = p.c.session.team;
@@ -57,14 +67,14 @@ __device__ inline OwnRows own_rows(const InternodeCombineParams &p, int source) 
 }
 
 // The first of the rows from `row` on whose token belongs to the channel; rows.count or more: none.
-__device__ inline int next_row_of(const InternodeCombineParams &p, const OwnRows &rows, int channel, int row) {
-  constexpr int kUnroll = 8;
+template <int kUnroll = 8, class Rows>
+__device__ inline int next_row_of(const InternodeCombineParams &p, const Rows &rows, int channel, int row) {
   for (; row < rows.count; row += kUnroll * kWarp) {
     int token[kUnroll];
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
       const int mine = row + u * kWarp + lane_id();
-      token[u] = mine < rows.count ? rows.tokens[mine] : 0;
+      token[u] = mine < rows.count ? rows.token(mine) : 0;
     }
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {

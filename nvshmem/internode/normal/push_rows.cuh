@@ -7,18 +7,26 @@
 
 namespace deepep::internode {
 
-// How many tokens a stream takes at a time: a warp some seven times.
-inline int push_share(int num_tokens, uint32_t channels) {
-  return max(1, min(kWarp, num_tokens / static_cast<int>(7 * channels)));
+constexpr PushShape kPushShape{9, 11}, kStagedPushShape{6, 12};  // with stages fewer warps send and more push
+constexpr int kRowsPushed = 8;                                   // of a stream in one turn
+constexpr int kChunksAtOnce = 8;                                 // that a lane loads before it stores them
+
+// A call's parameters where it pushes rows, of those where it does not. used: bytes of a block's shared memory that are
+// taken; room: for stages, 0: none.
+inline InternodeDispatchParams pushing_params(const InternodeDispatchParams &p, int blocks, uint64_t used,
+                                              uint64_t room) {
+  const TeamView &team = p.d.session.team;
+  const uint64_t bytes = p.d.row_bytes + words_bytes(p);
+  InternodeDispatchParams pushing = p;
+  pushing.stages = stage_shape(bytes, kStagedPushShape.senders, used, room);
+  pushing.shape = pushing.stages.bytes != 0 ? kStagedPushShape : kPushShape;
+  const int channels = channels_for(p.internode, blocks, pushing.shape.senders);
+  pushing.rings = row_rings(team, p.internode, bytes, channels, false);
+  // A warp that sends takes tokens some seven times.
+  pushing.shape.share = max(1, min(kWarp, p.d.num_tokens / static_cast<int>(7 * pushing.rings.channels)));
+  pushing.words = word_rings(team, p.internode, pushing.rings, words_bytes(p));
+  return pushing;
 }
-// With stages fewer warps send and more push. used: bytes of shared memory that are taken; room: for stages, 0: none.
-inline void shape_push(InternodeDispatchParams &p, uint64_t row_bytes, uint64_t used, uint64_t room) {
-  constexpr PushShape kStaged{6, 12, 1}, kPlain{9, 11, 1};
-  p.stages = stage_shape(row_bytes, kStaged.senders, used, room);
-  p.shape = p.stages.bytes != 0 ? kStaged : kPlain;
-}
-constexpr int kRowsPushed = 8;    // of a stream in one turn
-constexpr int kChunksAtOnce = 8;  // that a lane loads before it stores them
 
 // Where a source's rows for a rank of this node go: the first of them, and how many there are.
 struct RowsThere {

@@ -15,7 +15,7 @@ namespace deepep::internode {
 struct RowStream {
   int32_t at;               // the next token or row
   uint32_t count;           // rows sent, read or credited so far
-  uint32_t closed, opened;  // closed: nothing is left to do; opened: what is done once has been done
+  uint32_t closed, opened;  // nothing is left to do; what is done once has been done, or TokenRange::end
 };
 
 // Device memory of one team, zeroed once. The arrays of StreamLists follow it.

@@ -77,27 +77,6 @@ __device__ inline NamedRows named_rows(const RoutedCombineParams &p, int source)
           p.c.rank_prefix_matrix()[source * team.num_ranks + team.rank] - first, words, source * p.c.num_max_tokens};
 }
 
-// As next_row_of() without a routing.
-__device__ inline int next_named_row(const RoutedCombineParams &p, const NamedRows &rows, int channel, int row) {
-  constexpr int kUnroll = 4;
-  for (; row < rows.count; row += kUnroll * kWarp) {
-    int token[kUnroll];
-#pragma unroll
-    for (int u = 0; u < kUnroll; ++u) {
-      const int mine = row + u * kWarp + lane_id();
-      token[u] = mine < rows.count ? rows.token(mine) : 0;
-    }
-#pragma unroll
-    for (int u = 0; u < kUnroll; ++u) {
-      const bool belongs = row + u * kWarp + lane_id() < rows.count &&
-                           static_cast<uint32_t>(token[u]) % p.rings.channels == static_cast<uint32_t>(channel);
-      const uint32_t found = __ballot_sync(kAllLanes, belongs);
-      if (found != 0) return row + u * kWarp + __ffs(static_cast<int>(found)) - 1;
-    }
-  }
-  return row;
-}
-
 struct TermsOf {  // what TermSender::send_sum() needs of a job
   const CombineParams &p;
 };
@@ -161,7 +140,7 @@ __device__ inline Outcome serve_record_pusher(const RoutedCombineParams &p, uint
   bool last = false;
   const InPhase phase(kPhaseCopy);
   while (!last && pushed_rows < before + kSumsAtOnce) {
-    row = next_named_row(p, rows, channel, row);
+    row = next_row_of<4>(p, rows, channel, row);
     last = row >= rows.count;
     if (last || pushed_rows - taken >= p.rings.local_slots) break;
     if (!is_named_well(p, rows, row)) return kBlocked;
