@@ -12,6 +12,8 @@ inline int pick(int low, int high) {
   return low + static_cast<int>(random_number() % static_cast<uint64_t>(high - low + 1));
 }
 inline bool toss() { return pick(0, 1) == 1; }
+// Of a row; now and then more than a warp copies or adds at once.
+inline int pick_hidden() { return 8 * (pick(0, 5) == 0 ? pick(129, 400) : pick(1, 40)); }
 
 inline uint8_t *aligned(std::vector<uint8_t> &memory) {
   return reinterpret_cast<uint8_t *>((reinterpret_cast<uintptr_t>(memory.data()) + 4095) & ~uintptr_t{4095});

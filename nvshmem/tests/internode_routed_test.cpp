@@ -73,7 +73,7 @@ Case random_case() {
   Case c;
   c.nodes = shape[0];
   c.peers = shape[1];
-  c.hidden = 8 * pick(1, 40);
+  c.hidden = pick_hidden();
   c.topk = pick(0, 4) == 0 ? 9 : pick(1, 6);
   c.local_experts = pick(1, 4);
   c.num_scales = pick(0, 2) * pick(0, 20);

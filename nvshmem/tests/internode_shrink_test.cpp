@@ -637,7 +637,8 @@ Case random_case(bool told, bool roomy) {
   static const int shapes[][2] = {{2, 2}, {4, 1}, {3, 2}, {2, 3}, {3, 1}, {2, 1}},
                    several[][2] = {{2, 2}, {3, 2}, {2, 3}};
   const auto &shape = roomy ? several[pick(0, 2)] : shapes[pick(0, told ? 4 : 5)];
-  Case c{shape[0], shape[1], 8 * pick(1, 40), pick(1, 4), pick(1, 3), pick(0, 3), 8, 0, 0};
+  const int hidden = told ? 8 * pick(1, 40) : pick_hidden();  // the tests of masks that are told late know their seeds
+  Case c{shape[0], shape[1], hidden, pick(1, 4), pick(1, 3), pick(0, 3), 8, 0, 0};
   const uint64_t row = align_up<uint64_t>(2 * c.hidden + 4 * (1 + 2 * c.topk + c.num_scales), 128);
   const int rows = roomy ? 2 : pick(0, 2);  // of a ring: one; a few; as many as are sent
   c.nvl = align_up<uint64_t>(c.ranks() * row * (rows == 0 ? 1 : rows == 1 ? 5 : 128) + 8 * pick(0, 7), 128);

@@ -452,7 +452,7 @@ void pieces() {
 Case random_case() {
   static const int shapes[][2] = {{2, 2}, {4, 1}, {3, 2}, {2, 3}, {2, 1}};
   const auto &shape = shapes[pick(0, 4)];
-  Case c{shape[0], shape[1], 8 * pick(1, 20), pick(1, 4), pick(1, 3), pick(0, 3), pick(0, 1) == 0 ? 4 : 8, 0, 0};
+  Case c{shape[0], shape[1], pick_hidden(), pick(1, 4), pick(1, 3), pick(0, 3), pick(0, 1) == 0 ? 4 : 8, 0, 0};
   const uint64_t row = align_up<uint64_t>(2 * c.hidden + 4 * (1 + c.peers + 2 * c.topk + c.num_scales), 128),
                  ranks = c.ranks();
   const int rows = pick(0, 2);  // of a ring: one, the minimum; a few; as many as are sent
