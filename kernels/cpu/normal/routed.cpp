@@ -42,8 +42,7 @@ int64_t expanded_rows(const Team &team, const Exchange &exchange, const dk_notif
 
 }  // namespace
 
-// ---- Notify
-// ----------------------------------------------------------------------------------------------------------
+// ---- Notify ---------------------------------------------------------------------------------------------------------
 
 Refusal count_choices(const Team &team, const dk_notify_params &p, int32_t *rows, int32_t *experts) {
   int n = team.num_ranks;
@@ -141,8 +140,7 @@ void give_up_choices(const Team &team, const dk_notify_params &p) {
   memset(at<void>(p.num_per_expert), 0, sizeof(int32_t) * local);
 }
 
-// ---- Dispatch
-// --------------------------------------------------------------------------------------------------------
+// ---- Dispatch -------------------------------------------------------------------------------------------------------
 
 Refusal check_slots(const Team &team, const dk_dispatch_params &p, int32_t *ends) {
   memset(ends, 0, sizeof(int32_t) * static_cast<size_t>(team.num_ranks));
@@ -287,8 +285,7 @@ void clear_routed_outputs(const dk_dispatch_params &p) {
            sizeof(int32_t) * static_cast<size_t>(max(p.num_recv_tokens, 0)) * static_cast<size_t>(p.num_topk + 2));
 }
 
-// ---- Combine
-// ---------------------------------------------------------------------------------------------------------
+// ---- Combine --------------------------------------------------------------------------------------------------------
 
 Refusal check_terms(const Team &team, const dk_combine_params &p, int64_t rows) {
   (void)team;

@@ -10,8 +10,7 @@ inline int32_t aligned_rows(int64_t rows, int32_t alignment) {
   return static_cast<int32_t>((rows + alignment - 1) / alignment * alignment);
 }
 
-// ---- Notify
-// ----------------------------------------------------------------------------------------------------------
+// ---- Notify ---------------------------------------------------------------------------------------------------------
 
 // This rank's counts, and with them its rows' numbers: send_head; and in dst_slot each choice's number among this
 // rank's choices of its expert. The result says what is wrong with topk_idx.
@@ -24,8 +23,7 @@ void place_choices(const Team &team, const Exchange &exchange, const dk_notify_p
 bool expanded_fit(Op &op, const Exchange &exchange, const dk_notify_params &p);
 void give_up_choices(const Team &team, const dk_notify_params &p);
 
-// ---- Dispatch
-// --------------------------------------------------------------------------------------------------------
+// ---- Dispatch -------------------------------------------------------------------------------------------------------
 
 // Expanded: what is wrong with dst_slot; ends[r]: 1 + the last row that this rank's choices have at rank r.
 Refusal check_slots(const Team &team, const dk_dispatch_params &p, int32_t *ends);
@@ -50,8 +48,7 @@ void write_missing_row(const dk_dispatch_params &p, int source, int64_t row, int
 void zero_missing_rows(const Team &team, const dk_dispatch_params &p, int64_t num_rows);
 void clear_routed_outputs(const dk_dispatch_params &p);
 
-// ---- Combine
-// ---------------------------------------------------------------------------------------------------------
+// ---- Combine --------------------------------------------------------------------------------------------------------
 
 // Rows of a token that one rank sends.
 inline int rows_together(const dk_combine_params &p) {

@@ -41,8 +41,7 @@ struct RowWords {
         end(scales + d.num_scales) {}
 };
 
-// ---- At the sender
-// ---------------------------------------------------------------------------------------------------
+// ---- At the sender --------------------------------------------------------------------------------------------------
 
 // What a lane carries of a row besides the payload, loaded before it: an index and a weight, two scales.
 struct RowExtras {
@@ -145,8 +144,7 @@ __host__ __device__ inline uint32_t words_bytes(const InternodeDispatchParams &p
   return 4u * RowWords(p.d, p.internode.num_peers).end;
 }
 
-// ---- At the receiver
-// -------------------------------------------------------------------------------------------------
+// ---- At the receiver ------------------------------------------------------------------------------------------------
 
 __device__ inline RowExtras load_arrived_extras(const DispatchParams &d, const RowWords &at, const uint32_t *words,
                                                 int first) {
