@@ -34,7 +34,10 @@ static int32_t dp_call_with(int32_t which, void *bytes) {
 */
 import "C"
 
-import "unsafe"
+import (
+	"runtime"
+	"unsafe"
+)
 
 // bridged is how many functions bridge reaches.
 const bridged = 11
@@ -43,6 +46,8 @@ const bridged = 11
 // behind the tag capitest, which only the test build sets. Zeros follow the bytes, enough for any struct_size that is
 // accepted.
 func bridge(which int, data []byte) (status int32, text string) {
+	runtime.LockOSThread() // the text of an error is the thread's
+	defer runtime.UnlockOSThread()
 	const room = 1 << 17
 	memory := C.calloc(1, room)
 	defer C.free(memory)

@@ -1,4 +1,7 @@
 /* case_process.c - ranks as processes: memory shared by descriptors, and ranks that are killed. */
+#include <signal.h>
+#include <unistd.h>
+
 #include "lowlat.h"
 #include "normal.h"
 #include "process.h"
@@ -107,6 +110,28 @@ static void killed_and_masked(struct rank *me) {
   expect_masks(t, 1u << victim);
 }
 
+/* The last rank is late by less than the deadline, and the others do not run in between: until they run again, and say
+ * so, no one may be given up. */
+static void all_stand_still(struct rank *me) {
+  if (!(library.caps & DK_CAP_HOST_STREAM)) skip(me, "a device runs on when its process is stopped");
+  struct team *t = make_ll_team(me, &kLowLatency, DK_TEAM_SHRINK);
+  struct ll *l = make_ll(t, &kLowLatency, 1);
+  ll_round(l, 2);
+  pid_t mine = getpid(), pids[MAX_SEATS];
+  process_gather(me, &mine, sizeof mine, -1, pids, NULL);
+  t->timeout_ns = limit_ns(1);
+  if (me->index == me->count - 1) {
+    pause_ms((int)(limit_ns(0.4) / 1000000));
+    for (int i = 0; i < me->index; i++) kill(pids[i], SIGSTOP);
+    pause_ms((int)(limit_ns(1) / 1000000));
+    for (int i = 0; i < me->index; i++) kill(pids[i], SIGCONT);
+    pause_ms((int)(limit_ns(0.1) / 1000000));
+  }
+  new_ll_payload(l, 3);
+  ll_round(l, 3);
+  expect_masks(t, 0);
+}
+
 static const struct test_case cases[] = {
     {"process/shared memory, owner lets go first", shared_memory, 2, NULL, USUAL, 0, 0},
     {"process/shared memory, owner dies", owner_dies, 3, NULL, USUAL, 0, 0},
@@ -114,5 +139,6 @@ static const struct test_case cases[] = {
     {"process/both modes, 4 ranks", both_modes, 4, NULL, USUAL, 0, 0},
     {"process/a rank dies before the call", killed_before, 3, NULL, USUAL, 0, 0},
     {"process/a rank dies, the others shrink", killed_and_masked, 3, NULL, USUAL, 0, 0},
+    {"process/all ranks stand still", all_stand_still, 3, NULL, USUAL, 0, 0},
 };
 GROUP(process_cases);

@@ -10,6 +10,8 @@ namespace {
 constexpr uint64_t kSlice = 10000000;      // the engine sets abort_word and dead[] without a wake: poll them this often
 constexpr uint64_t kAwake = 1000000000;    // a rank whose heartbeat is younger is waiting itself
 constexpr uint64_t kCrossed = 2000000000;  // two ranks that wait for each other for so long wait for ever
+constexpr uint64_t kStall = 200000000;     // a rank that has not polled for so long did not run
+constexpr int kStalls = 8;                 // of a wait: more than these count as time waited
 constexpr uint64_t kTelling = 50000000;    // between two words to other nodes of whom this rank waits for
 constexpr int kPauses = 16;                // in a spin
 constexpr int kSpinsAlone = 200, kYieldsAlone = 20;  // a core for each rank: about 30 us before sleeping
@@ -80,35 +82,48 @@ uint64_t Waiter::awake() const { return min(kAwake, op_.timeout_ns / 2); }
 
 void Waiter::begin() {
   op_.ring_now();
+  uint64_t before = now_;
   now_ = now_ns();
-  if (!since_) since_ = now_;
+  if (!since_)
+    since_ = now_;
+  else if (now_ - before >= min(kStall, op_.timeout_ns / 4))
+    excuse_stall(now_ - before);
+}
+
+// This rank did not run, perhaps its whole host: the time says nothing about its peers, which may just begin to run
+// again too. They have time to say that they wait themselves.
+void Waiter::excuse_stall(uint64_t stall) {
+  if (stalls_ == kStalls) return;
+  stalls_++;
+  excused_ += stall;
+  uint64_t most = op_.timeout_ns - awake();
+  if (waited() > most) excused_ += waited() - most;
 }
 
 void Waiter::end() {
   if (announced_) retract();
   if (since_) op_.waited(awaited_, now_ns() - since_);
-  since_ = told_ = crossed_ = 0;
+  since_ = excused_ = told_ = crossed_ = 0;
   awaited_ = suspect_ = -1;
-  rounds_ = 0;
+  rounds_ = stalls_ = 0;
   op_.team.control().heartbeat().awaiting.store(0, std::memory_order_relaxed);
 }
 
 void Waiter::give_up_on(int peer, int32_t code) {
-  uint64_t waited = now_ - since_;
   if (op_.may_shrink)
     mask_peer(op_.team, peer);
-  else if (!op_.adopt_failure_of(peer, waited))  // also of a rank that has left, because of that
-    op_.fail(code, peer, DK_FIELD_NONE, 0, 0, waited);
+  else if (!op_.adopt_failure_of(peer, waited()))  // also of a rank that has left, because of that
+    op_.fail(code, peer, DK_FIELD_NONE, 0, 0, waited());
 }
 
 Waiter::PeerCheck Waiter::check_peer(int peer) {
   Team &team = op_.team;
   bool dead = __atomic_load_n(&team.status->dead[peer], __ATOMIC_ACQUIRE),
        failed = team.failure_record_of(peer).set.load();
-  bool late = op_.may_shrink && now_ - since_ >= op_.timeout_ns;
+  bool late = op_.may_shrink && waited() >= op_.timeout_ns;
   if (!dead && !failed && !late) return PeerCheck::keep_waiting;
   // A rank that itself waits for another one will mask that one at about this deadline: it has as long again.
-  if (!dead && !failed && now_ - since_ < 2 * op_.timeout_ns && awaited_by(team, peer, now_, awake()) >= 0) {
+  if (!dead && !failed && waited() < 2 * op_.timeout_ns && awaited_by(team, peer, now_, awake()) >= 0) {
     sched_yield();
     return PeerCheck::stop_waiting;
   }
@@ -124,7 +139,7 @@ Waiter::PeerCheck Waiter::check_peer(int peer) {
 // rank. Others follow this rank's word of it, so it is chosen before the deadline; not before is_crossed_with() has
 // looked.
 bool Waiter::more_to_blame(int peer, int than) const {
-  if (now_ - since_ < op_.timeout_ns / 8 * 5) return false;
+  if (waited() < op_.timeout_ns / 8 * 5) return false;
   auto excuse = [this](int rank) {
     if (awaited_by(op_.team, rank, now_, awake()) < 0) return 0;
     return follow(op_.team, rank, now_, awake()).kind == Chain::comes_back ? 2 : 1;
@@ -163,7 +178,7 @@ int Waiter::culprit(int first) {
 }
 
 void Waiter::spin_or_sleep(int first, const Missing &missing) {
-  uint64_t waited = now_ - since_;
+  uint64_t waited = this->waited();
   if (awaited_ < 0) awaited_ = first;
   Heartbeat &heartbeat = op_.team.control().heartbeat();
   heartbeat.awaiting.store(first + 1, std::memory_order_relaxed);

@@ -26,6 +26,8 @@ class Waiter {
 
  private:
   uint64_t awake() const;
+  uint64_t waited() const { return now_ - since_ - excused_; }
+  void excuse_stall(uint64_t stall);
   bool is_crossed_with(int peer, uint64_t waited);
   void tell_other_nodes(int awaited);
   int culprit(int first);
@@ -36,9 +38,10 @@ class Waiter {
   Op &op_;
   Doorbell &doorbell_;
   uint64_t since_ = 0, now_ = 0;
+  uint64_t excused_ = 0;               // of the time since `since_`: this rank did not run
   uint64_t told_ = 0, delivered_ = 0;  // when other nodes were told last; the NIC's count at the first time
   uint64_t crossed_ = 0;               // the peer's stamp when the two waits were first seen to be crossed
-  int awaited_ = -1, suspect_ = -1, rounds_ = 0, spins_, yields_;
+  int awaited_ = -1, suspect_ = -1, rounds_ = 0, stalls_ = 0, spins_, yields_;
   uint32_t seen_ = 0;
   bool announced_ = false;
 };
@@ -53,7 +56,8 @@ void tell_all(Team &team);
 
 // Calls poll() until it returns done; false: the operation failed, and the failure is recorded. poll does all work that
 // is possible now. awaits(peer, Missing &) returns whether poll needs that peer. The time limit counts from the last
-// progress. With op.may_shrink a peer that is dead, failed or late is masked, and poll has to go on without it.
+// progress, less the time in which this rank did not run. With op.may_shrink a peer that is dead, failed or late is
+// masked, and poll has to go on without it.
 template <class PollFn, class AwaitsFn>
 bool wait_until(Op &op, PollFn poll, AwaitsFn awaits) {
   Waiter waiter(op);
