@@ -1,4 +1,4 @@
-// checks.h - for tests of kernels across nodes: what is random, what is expected, numbers of BF16.
+// checks.h - for tests of kernels across nodes: what is random, what is expected, numbers of BF16, arrays in files.
 #pragma once
 #include <cstdint>
 #include <cstdio>
@@ -37,4 +37,11 @@ inline float from_bf16(uint16_t v) {
   float f;
   memcpy(&f, &bits, 4);
   return f;
+}
+
+// For the CPU engine's comparison: a line of its name, the rank and its bytes, then these.
+template <class T>
+void dump_array(FILE *file, const char *name, int rank, const std::vector<T> &array) {
+  fprintf(file, "%s %d %zu\n", name, rank, array.size() * sizeof(T));
+  fwrite(array.data(), sizeof(T), array.size(), file);
 }

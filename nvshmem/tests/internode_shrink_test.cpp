@@ -646,11 +646,6 @@ Case random_case(bool told, bool roomy) {
   return c;
 }
 
-template <class T>
-void dump_array(FILE *file, const char *name, int rank, const std::vector<T> &array) {
-  fprintf(file, "%s %d %zu\n", name, rank, array.size() * sizeof(T));
-  fwrite(array.data(), sizeof(T), array.size(), file);
-}
 int dump(char **words) {
   random_number.seed(strtoull(words[1], nullptr, 10));
   const int lost = atoi(words[4]);

@@ -693,11 +693,6 @@ void combine(World &w, int threads, Run run, int gone = -1, bool sure = false) {
 
 // ---- For the CPU engine's comparison --------------------------------------------------------------------------------
 
-template <class T>
-void dump_array(FILE *file, const char *name, int rank, const std::vector<T> &array) {
-  fprintf(file, "%s %d %zu\n", name, rank, array.size() * sizeof(T));
-  fwrite(array.data(), sizeof(T), array.size(), file);
-}
 // After its shape and `lost`, the inputs and outputs of a case whose calls have been made.
 inline bool dump_world(const char *path, const World &w, int lost) {
   const Case &c = w.c;

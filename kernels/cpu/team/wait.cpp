@@ -95,35 +95,36 @@ void Waiter::begin() {
 void Waiter::excuse_stall(uint64_t stall) {
   if (stalls_ == kStalls) return;
   stalls_++;
-  excused_ += stall;
+  since_ += stall;
   uint64_t most = op_.timeout_ns - awake();
-  if (waited() > most) excused_ += waited() - most;
+  if (now_ - since_ > most) since_ = now_ - most;
 }
 
 void Waiter::end() {
   if (announced_) retract();
   if (since_) op_.waited(awaited_, now_ns() - since_);
-  since_ = excused_ = told_ = crossed_ = 0;
+  since_ = told_ = crossed_ = 0;
   awaited_ = suspect_ = -1;
   rounds_ = stalls_ = 0;
   op_.team.control().heartbeat().awaiting.store(0, std::memory_order_relaxed);
 }
 
 void Waiter::give_up_on(int peer, int32_t code) {
+  uint64_t waited = now_ - since_;
   if (op_.may_shrink)
     mask_peer(op_.team, peer);
-  else if (!op_.adopt_failure_of(peer, waited()))  // also of a rank that has left, because of that
-    op_.fail(code, peer, DK_FIELD_NONE, 0, 0, waited());
+  else if (!op_.adopt_failure_of(peer, waited))  // also of a rank that has left, because of that
+    op_.fail(code, peer, DK_FIELD_NONE, 0, 0, waited);
 }
 
 Waiter::PeerCheck Waiter::check_peer(int peer) {
   Team &team = op_.team;
   bool dead = __atomic_load_n(&team.status->dead[peer], __ATOMIC_ACQUIRE),
        failed = team.failure_record_of(peer).set.load();
-  bool late = op_.may_shrink && waited() >= op_.timeout_ns;
+  bool late = op_.may_shrink && now_ - since_ >= op_.timeout_ns;
   if (!dead && !failed && !late) return PeerCheck::keep_waiting;
   // A rank that itself waits for another one will mask that one at about this deadline: it has as long again.
-  if (!dead && !failed && waited() < 2 * op_.timeout_ns && awaited_by(team, peer, now_, awake()) >= 0) {
+  if (!dead && !failed && now_ - since_ < 2 * op_.timeout_ns && awaited_by(team, peer, now_, awake()) >= 0) {
     sched_yield();
     return PeerCheck::stop_waiting;
   }
@@ -139,7 +140,7 @@ Waiter::PeerCheck Waiter::check_peer(int peer) {
 // rank. Others follow this rank's word of it, so it is chosen before the deadline; not before is_crossed_with() has
 // looked.
 bool Waiter::more_to_blame(int peer, int than) const {
-  if (waited() < op_.timeout_ns / 8 * 5) return false;
+  if (now_ - since_ < op_.timeout_ns / 8 * 5) return false;
   auto excuse = [this](int rank) {
     if (awaited_by(op_.team, rank, now_, awake()) < 0) return 0;
     return follow(op_.team, rank, now_, awake()).kind == Chain::comes_back ? 2 : 1;
@@ -178,7 +179,7 @@ int Waiter::culprit(int first) {
 }
 
 void Waiter::spin_or_sleep(int first, const Missing &missing) {
-  uint64_t waited = this->waited();
+  uint64_t waited = now_ - since_;
   if (awaited_ < 0) awaited_ = first;
   Heartbeat &heartbeat = op_.team.control().heartbeat();
   heartbeat.awaiting.store(first + 1, std::memory_order_relaxed);

@@ -26,7 +26,6 @@ class Waiter {
 
  private:
   uint64_t awake() const;
-  uint64_t waited() const { return now_ - since_ - excused_; }
   void excuse_stall(uint64_t stall);
   bool is_crossed_with(int peer, uint64_t waited);
   void tell_other_nodes(int awaited);
@@ -37,8 +36,7 @@ class Waiter {
 
   Op &op_;
   Doorbell &doorbell_;
-  uint64_t since_ = 0, now_ = 0;
-  uint64_t excused_ = 0;               // of the time since `since_`: this rank did not run
+  uint64_t since_ = 0, now_ = 0;       // since_: later by the time in which this rank did not run
   uint64_t told_ = 0, delivered_ = 0;  // when other nodes were told last; the NIC's count at the first time
   uint64_t crossed_ = 0;               // the peer's stamp when the two waits were first seen to be crossed
   int awaited_ = -1, suspect_ = -1, rounds_ = 0, stalls_ = 0, spins_, yields_;
