@@ -41,9 +41,9 @@ $(OBJ)/nvshmem.flags: FORCE | $(CUDA_READY) $(NVSHMEM_READY)
 $(OBJ)/nvshmem_build_id.h: FORCE
 	$(call keep,#define DK_NVSHMEM_BUILD_ID "$(call build_id,kernels/abi kernels/cuda $(NVSHMEM_SRC) $(wildcard nvshmem/*.h nvshmem/*.cuh nvshmem/*.cpp) nvshmem/internode)")
 
-# Its kernels have up to 768 threads, hence 80 registers a thread: what they call may not take more, which nvcc chooses by itself for each
-# code.
-$(OBJ)/nvshmem/internode/normal.o: NVSHMEM_FLAGS += -maxrregcount=80
+# Combine's kernel has 640 threads, hence 96 registers a thread; those of 768 get 80 by their launch bounds. What a kernel calls may not
+# take more than it has, which ptxas checks: without a limit nvcc would choose by itself for each code.
+$(OBJ)/nvshmem/internode/normal.o: NVSHMEM_FLAGS += -maxrregcount=96
 # Likewise, of 512 threads.
 $(OBJ)/nvshmem/internode/low_latency.o: NVSHMEM_FLAGS += -maxrregcount=128
 
@@ -70,7 +70,7 @@ WIRE_LIB := $(NVSHMEM_OUT)/libdeepep_nvshmem_wire.so
 WIRE_SRC := nvshmem/transport.cu nvshmem/internode/normal.cu
 WIRE_OBJ := $(WIRE_SRC:%.cu=$(OBJ)/wire/%.o)
 WIRE_DEVICE_OBJ := $(filter-out $(WIRE_SRC:%.cu=$(OBJ)/%.o),$(DEVICE_OBJ)) $(WIRE_OBJ)
-$(OBJ)/wire/nvshmem/internode/normal.o: NVSHMEM_FLAGS += -maxrregcount=80
+$(OBJ)/wire/nvshmem/internode/normal.o: NVSHMEM_FLAGS += -maxrregcount=96
 $(WIRE_OBJ): $(OBJ)/wire/%.o: %.cu $(OBJ)/nvshmem.flags | $(CUDA_READY) $(NVSHMEM_READY) $(OBJ)/nvshmem_build_id.h need-cxx
 	@mkdir -p $(@D)
 	$(NVCC) $(NVSHMEM_FLAGS) -DDEEPEP_TEST_WIRE $(call code_of,$*) -MMD -MP -MF $(@:.o=.d) -c -o $@ $<

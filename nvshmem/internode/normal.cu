@@ -132,19 +132,16 @@ int32_t internode_combine(dk_combine_params *p, const CombineParams &c, int bloc
   const Team *team = handle_of<Team>(p->team);
   if (team->internode->shrink != nullptr) return launch_shrinking(p, c, blocks, team);
   if (p->num_recv_tokens > 0 && p->recv_src_idx == 0) return DK_EINVAL;
-  InternodeCombineParams params{c, team->internode->view, {}, {}, {}, {}};
-  const uint64_t lists = list_bytes(params.internode);
-  if (lists > team->device->max_shared) return DK_EUNSUPPORTED;
-  shape_combine(params, blocks, lists, stage_room(team));
+  InternodeCombineParams params{c, team->internode->view, {}, {}, {}, {}, {}};
+  const uint64_t shared = shape_combine(params, blocks, team->device->bulk ? team->device->max_shared : 0,
+                                        team->internode->view.puts_are_stores);
+  if (shared > team->device->max_shared) return DK_EUNSUPPORTED;
   if (params.rings.slots == 0)
     return DK_EUNSUPPORTED;  // nvl region under min_nvl_bytes, or rdma region under min_rdma_bytes
   params.lists = stream_lists(static_cast<NormalState *>(team->internode->state), params.internode);
-  const size_t shared = params.stages.end();
   const OnDevice on(team->device);
-  InternodeCombineParams fixed = params;
-  fixed.rings = sum_rings(params, kFixedChannels);
-  deep_ep::internode::combine_with_notify<<<blocks, CombineRoles::kThreads, shared, stream_of(p->stream)>>>(params,
-                                                                                                            fixed);
+  deep_ep::internode::combine_with_notify<<<blocks, CombineRoles::kThreads, shared, stream_of(p->stream)>>>(
+      combine_choice(params));
   return launched(p);
 }
 

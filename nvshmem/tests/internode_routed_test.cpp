@@ -51,7 +51,7 @@ RoutedCombineParams combine_params(World &w, int me) {
   const bool unreduced = c.expand && (c.combine_flags & DK_COMBINE_UNREDUCED) != 0;
   k.slot_bytes = k.row_bytes * (unreduced ? c.topk : 1);
   RoutedCombineParams p{
-      {k, w.ranks[me].internode, {}, {}, {}, {}}, record_header_bytes(k, c.peers), most_records(k, c.peers)};
+      {k, w.ranks[me].internode, {}, {}, {}, {}, {}}, record_header_bytes(k, c.peers), most_records(k, c.peers)};
   p.rings =
       record_rings(w.ranks[me].team, p.internode, p.header_bytes + k.slot_bytes, static_cast<uint32_t>(p.most_records));
   p.lists = stream_lists(w.state(me), p.internode);
@@ -59,7 +59,7 @@ RoutedCombineParams combine_params(World &w, int me) {
 }
 
 void combine(World &w) {
-  combine(w, CombineRoles::kThreads, [&](int me) {
+  combine(w, RoutedCombineRoles::kThreads, [&](int me) {
     const RoutedCombineParams p = combine_params(w, me);
     w.c.expand ? deep_ep::internode::combine_routed<true>(p) : deep_ep::internode::combine_routed<false>(p);
   });
@@ -186,7 +186,7 @@ void lost_rank(bool in_combine) {
   if (in_combine) {
     dispatch(w, false);
     combine(w);
-    lose(w, "lost in combine", CombineRoles::kThreads, 1, DK_OP_COMBINE,
+    lose(w, "lost in combine", RoutedCombineRoles::kThreads, 1, DK_OP_COMBINE,
          [&](int me) { deep_ep::internode::combine_routed<true>(combine_params(w, me)); });
     for (int me : {0, 2, 3})
       for (const uint16_t v : w.ranks[me].combined) expect("a failed sum", me, 0, v, 0x7fc0);
@@ -229,7 +229,7 @@ void changed_handles() {
     w.timeout_ns = 2000000;
     ++w.call;
     emulate::run(
-        4, [](int) { return 1; }, what > 0 ? CombineRoles::kThreads : DispatchRoles::kThreads,
+        4, [](int) { return 1; }, what > 0 ? RoutedCombineRoles::kThreads : DispatchRoles::kThreads,
         [&](int me) {
           what > 0 ? deep_ep::internode::combine_routed<true>(combine_params(w, me)) : run_dispatch<true>(w, me, false);
         });

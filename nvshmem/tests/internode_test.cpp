@@ -14,7 +14,7 @@
 #include "internode/normal/notify.cuh"
 
 namespace deep_ep::internode {
-thread_local uint8_t shared[32 * 1024];  // dynamic shared memory of a block
+thread_local uint8_t shared[160 * 1024];  // dynamic shared memory of a block
 }
 using namespace deepep;
 using namespace deepep::internode;
@@ -51,11 +51,9 @@ struct World {
   Case c;
   std::vector<Rank> ranks;
   uint64_t call = 0, control_bytes = 0, timeout_ns = 200000000;
-  bool stages = true;  // where puts are stores
+  uint64_t room = sizeof deep_ep::internode::shared;  // of it, for bulk copies; 0: the device has none
 
-  uint64_t stage_room(int me) const {
-    return stages && ranks[me].internode.puts_are_stores ? sizeof deep_ep::internode::shared : 0;
-  }
+  uint64_t stage_room(int me) const { return ranks[me].internode.puts_are_stores ? room : 0; }
 
   explicit World(const Case &one) : c(one), ranks(static_cast<size_t>(one.ranks())) {
     const ControlOffsets at = control_offsets(control_layout(c.ranks()).bytes, c.ranks(), c.peers);
@@ -312,12 +310,10 @@ void combine(World &w) {
     a.combined_x = handle_to(r.combined.data());
     a.combined_topk_weights = handle_to(r.sums.data());
     const CombineParams k{a, w.session(me, DK_OP_COMBINE), 2u * c.hidden};
-    InternodeCombineParams p{k, r.internode, {}, {}, {}, {}};
-    shape_combine(p, r.grid, list_bytes(r.internode), w.stage_room(me));
+    InternodeCombineParams p{k, r.internode, {}, {}, {}, {}, {}};
+    shape_combine(p, r.grid, w.room, r.internode.puts_are_stores);
     p.lists = stream_lists(w.state(me), r.internode);
-    InternodeCombineParams fixed = p;
-    fixed.rings = sum_rings(p, kFixedChannels);
-    deep_ep::internode::combine_with_notify(p, fixed);
+    deep_ep::internode::combine_with_notify(combine_choice(p));
   });
   std::vector<std::vector<double>> want;
   std::vector<std::vector<float>> weights;
@@ -497,7 +493,8 @@ int main(int argc, char **argv) {
     const emulate::Network how{random_number(), pick(0, 1) == 1, pick(0, 2) == 0};
     std::vector<uint8_t *> blocks;
     for (Rank &r : w.ranks) blocks.push_back(aligned(r.block));
-    w.stages = pick(0, 3) != 0;
+    const int room = pick(0, 3);  // for all, for some, or none
+    w.room = room == 0 ? 0 : room == 1 ? 64 * 1024 : w.room;
     for (Rank &r : w.ranks) r.internode.puts_are_stores = how.stores;
     emulate::start_network(how, blocks);
     for (int round = 0; round < 2; ++round) {

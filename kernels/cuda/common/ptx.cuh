@@ -92,6 +92,7 @@ __device__ __forceinline__ void atomic_or_relaxed_gpu(uint64_t *address, uint64_
 // ---- Fences ---------------------------------------------------------------------------------------------------------
 
 __device__ __forceinline__ void fence_acq_rel_sys() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
+__device__ __forceinline__ void fence_acq_rel_gpu() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 
 // ---- Rows: 16 bytes at a time ---------------------------------------------------------------------------------------
 
@@ -190,13 +191,24 @@ __device__ __forceinline__ uint32_t cast_e4m3_pair(float low, float high) {
 #define DEEPEP_HAS_FP8_INSTRUCTION 0
 #endif
 
+// ---- Shared memory that the compiler does not know for it ---------------------------------------------------------
+
+__device__ __forceinline__ uint32_t shared_address(const void *shared) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+}
+__device__ __forceinline__ uint4 ld_shared(const void *shared) {
+  uint4 data;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(data.x), "=r"(data.y), "=r"(data.z), "=r"(data.w)
+               : "r"(shared_address(shared))
+               : "memory");
+  return data;
+}
+
 // ---- Bulk copies: one thread moves kilobytes (Hopper) ---------------------------------------------------------------
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 #define DEEPEP_HAS_BULK_COPY 1
-__device__ __forceinline__ uint32_t shared_address(const void *shared) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(shared));
-}
 __device__ __forceinline__ void mbarrier_init(uint64_t *barrier, uint32_t arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
 }

@@ -55,45 +55,103 @@ __device__ inline float weight_of(const InternodeCombineParams &p, const uint8_t
   return p.c.topk_weights() == nullptr ? 0 : p.c.topk_weights()[from / p.c.row_bytes * p.c.num_topk + k];
 }
 
-// Sums in FP32 and rounds once. Biases are added last. shared: `to` is shared memory. weights: [out] sums of the rows'
-// weights, or null.
-__device__ inline void sum_rows(const InternodeCombineParams &p, const TokenRows &list, const uint8_t *const (&bias)[2],
-                                uint8_t *to, bool shared, float *weights) {
-  const uint32_t bytes = p.c.row_bytes;
-  const InPhase phase(kPhaseSum);
-  __syncwarp();  // all lanes see the list
+__device__ __forceinline__ void store_sum(uint8_t *to, bool shared, const float (&sum)[kPieces][8], uint32_t base,
+                                          uint32_t bytes) {
+#pragma unroll
+  for (int u = 0; u < kPieces; ++u) {
+    if (base + 16 * kWarp * u >= bytes) continue;
+    if (shared)
+      *reinterpret_cast<uint4 *>(to + base + 16 * kWarp * u) = round_bf16(sum[u]);
+    else
+      ptx::st_stream(to + base + 16 * kWarp * u, round_bf16(sum[u]));
+  }
+}
+// The first pieces of the sum that is next: into all slots, which are free. Whole warp.
+__device__ inline void start_feed(const RowFeed &feed, const TokenRows &list, uint32_t bytes) {
+  __syncwarp();  // all lanes see the list, and have acquired its rows
+  feed.begin();
+  uint32_t slot = feed.slot, base = 0;
+  int row = 0;
+#pragma unroll 1
+  for (uint32_t i = 0; i < feed.slots && list.count > 0 && base < bytes; ++i, slot = feed.following(slot)) {
+    feed.load(slot, list.rows[row] + base, min(kFeedBytes, bytes - base));
+    if (++row < list.count) continue;
+    row = 0;
+    base += kFeedBytes;
+  }
+}
+// After start_feed(). A function of its own, so that its registers do not share a limit with a role's: to spill them
+// costs more than the call. Pieces beyond the end of a row are added like the rest, of whatever a slot has, and not
+// stored.
+__device__ __noinline__ inline void sum_fed(const uint8_t *const *rows, int count, RowFeed &in, uint8_t *to,
+                                            bool shared, uint32_t bytes) {
+  static_assert(kFeedBytes == 16 * kWarp * kPieces, "a slot has what a warp adds at once");
+  RowFeed feed = in;
+  int row_ahead = 0;  // the next piece to load
+  uint32_t ahead = bytes;
+  if (count > 0) {
+    row_ahead = static_cast<int>(feed.slots) % count;
+    ahead = static_cast<uint32_t>(static_cast<int>(feed.slots) / count) * kFeedBytes;
+  }
+#pragma unroll 1
+  for (uint32_t base = 0; base < bytes; base += kFeedBytes) {
+    float sum[kPieces][8] = {};
+#pragma unroll 1
+    for (int i = 0; i < count; ++i) {
+      feed.wait();
+      RowPieces row;
+#pragma unroll
+      for (int u = 0; u < kPieces; ++u) row.data[u] = ptx::ld_shared(feed.piece() + 16 * (u * kWarp + lane_id()));
+      __syncwarp();  // all lanes have read the piece
+      if (ahead < bytes) {
+        feed.load(feed.slot, rows[row_ahead] + ahead, min(kFeedBytes, bytes - ahead));
+        if (++row_ahead == count) {
+          row_ahead = 0;
+          ahead += kFeedBytes;
+        }
+      }
+#pragma unroll
+      for (int u = 0; u < kPieces; ++u) add_bf16(sum[u], row.data[u]);
+      feed.advance();
+    }
+    store_sum(to, shared, sum, base + 16 * lane_id(), bytes);
+  }
+  in = feed;
+}
+// Where there are no feeds: two rows are on their way at a time, and added in turn.
+__device__ __noinline__ inline void sum_loaded(const uint8_t *const *rows, int count, uint8_t *to, bool shared,
+                                               uint32_t bytes) {
 #pragma unroll 1
   for (uint32_t base = 16 * lane_id(); base < bytes; base += 16 * kWarp * kPieces) {
     float sum[kPieces][8] = {};
     RowPieces one, two;
 #pragma unroll 1
-    for (int i = 0; i < list.count; i += 2) {  // two rows are on their way at a time, and added in turn
-      const bool both = i + 1 < list.count;
-      load_pieces(one, list.rows[i], base, bytes);
-      if (both) load_pieces(two, list.rows[i + 1], base, bytes);
+    for (int i = 0; i < count; i += 2) {
+      const bool both = i + 1 < count;
+      load_pieces(one, rows[i], base, bytes);
+      if (both) load_pieces(two, rows[i + 1], base, bytes);
       add_pieces(sum, one, base, bytes);
       if (both) add_pieces(sum, two, base, bytes);
     }
-#pragma unroll 1
-    for (int b = 0; b < 2; ++b) {
-      if (bias[b] == nullptr) continue;
-      load_pieces(one, bias[b], base, bytes);
-      add_pieces(sum, one, base, bytes);
-    }
-#pragma unroll
-    for (int u = 0; u < kPieces; ++u) {
-      if (base + 16 * kWarp * u >= bytes) continue;
-      if (shared)
-        *reinterpret_cast<uint4 *>(to + base + 16 * kWarp * u) = round_bf16(sum[u]);
-      else
-        ptx::st_stream(to + base + 16 * kWarp * u, round_bf16(sum[u]));
-    }
+    store_sum(to, shared, sum, base, bytes);
   }
+}
+// Adds in FP32 and rounds once; the feed has been started. shared: `to` is shared memory.
+__device__ inline void sum_rows(const InternodeCombineParams &p, const TokenRows &list, RowFeed &feed, uint8_t *to,
+                                bool shared) {
+  const InPhase phase(kPhaseSum);
+  if (feed.slots != 0)
+    sum_fed(list.rows, list.count, feed, to, shared, p.c.row_bytes);
+  else
+    sum_loaded(list.rows, list.count, to, shared, p.c.row_bytes);
+}
+// Of the first `rows` rows: those after them are biases.
+__device__ inline void sum_weights(const InternodeCombineParams &p, const TokenRows &list, int rows, float *weights) {
 #pragma unroll 1
-  for (int k = lane_id(); weights != nullptr && k < p.c.num_topk; k += kWarp) {
+  for (int k = lane_id(); k < p.c.num_topk; k += kWarp) {
     float sum = 0;
 #pragma unroll 1
-    for (int i = 0; i < list.count; ++i) sum += weight_of(p, list.rows[i], k);
+    for (int i = 0; i < rows; ++i) sum += weight_of(p, list.rows[i], k);
     weights[k] = sum;
   }
 }
@@ -127,14 +185,16 @@ __device__ inline NextRow next_pushed_row(const InternodeCombineParams &p, uint6
 }
 
 // The lowest token among the next rows of all sources; kNoToken: all rows have been taken; -1: a ring is empty and its
-// rank may push more rows (`blocked`).
+// rank may push more rows (`blocked`). first: [out] this lane's of the first 32 sources.
 __device__ inline int next_token_of_node(const InternodeCombineParams &p, uint64_t epoch, int node, int channel,
-                                         const uint32_t *taken, const OwnRows &own, BlockedStream &blocked) {
+                                         const uint32_t *taken, const OwnRows &own, NextRow &first,
+                                         BlockedStream &blocked) {
   int token = kNoToken;
   for (int base = 0; base < p.internode.num_peers; base += kWarp) {
     const int index = base + lane_id();
     NextRow next{nullptr, kNoToken, 0, true};
     if (index < p.internode.num_peers) next = next_pushed_row(p, epoch, node, channel, index, taken[index], own);
+    if (base == 0) first = next;
     const uint32_t unknown = __ballot_sync(kAllLanes, !next.known);
     if (unknown != 0) {
       const int lane = __ffs(static_cast<int>(unknown)) - 1;
@@ -147,39 +207,47 @@ __device__ inline int next_token_of_node(const InternodeCombineParams &p, uint64
   return token;
 }
 
-// Sums the token's rows into `place`, and takes them.
+// Sums the token's rows into `place`, and takes them. first: as next_token_of_node() has found it.
 __device__ inline void sum_for_node(const InternodeCombineParams &p, uint64_t epoch, int node, int channel, int token,
-                                    uint8_t *place, bool shared, uint32_t *taken, const OwnRows &own, TokenRows list) {
+                                    const NextRow &first, uint8_t *place, bool shared, uint32_t *taken,
+                                    const OwnRows &own, TokenRows list, RowFeed &feed) {
   const TeamView &team = p.c.session.team;
   uint32_t credits = 0;  // bit i: posted to rank 32 * i + this lane's number of the node
   for (int base = 0; base < p.internode.num_peers; base += kWarp) {
     const int index = base + lane_id();
-    NextRow next{nullptr, kNoToken, 0, true};
-    if (index < p.internode.num_peers) next = next_pushed_row(p, epoch, node, channel, index, taken[index], own);
+    NextRow next = first;
+    if (base != 0) next = {nullptr, kNoToken, 0, true};
+    if (base != 0 && index < p.internode.num_peers)
+      next = next_pushed_row(p, epoch, node, channel, index, taken[index], own);
     const bool mine = next.row != nullptr && next.token == token;
     if (mine && index != p.internode.index && posts_credit(++taken[index], p.rings.local_slots))
       credits |= 1u << (base / kWarp);
     list.add(mine ? next.row : nullptr);
   }
+  start_feed(feed, list, p.c.row_bytes);
+  // While the pieces come: the rest of the row, and which of the own rows is next.
   uint32_t *words = row_words(p, place);
-  sum_rows(p, list, {nullptr, nullptr}, place, shared, reinterpret_cast<float *>(words + 1));
+  sum_weights(p, list, list.count, reinterpret_cast<float *>(words + 1));
   if (lane_id() == 0) words[0] = static_cast<uint32_t>(token);
+  const uint32_t at = taken[p.internode.index];
+  __syncwarp();
+  if (at < static_cast<uint32_t>(own.count) && own.tokens[at] == token) {
+    const int next = next_row_of(p, own, channel, static_cast<int>(at) + 1);
+    if (lane_id() == 0) taken[p.internode.index] = static_cast<uint32_t>(next);
+  }
+  sum_rows(p, list, feed, place, shared);
   __syncwarp();  // all lanes have read the rows
   for (int index = lane_id(); credits != 0; index += kWarp, credits >>= 1)
     if ((credits & 1) != 0)
       ptx::st_release_sys(word_at(team.peers[p.internode.local_rank(index)], p.internode.at.taken,
                                   push_index(p.internode, p.internode.index, node, channel)),
                           tagged(epoch, taken[index]));
-  const uint32_t at = taken[p.internode.index];
-  __syncwarp();
-  if (at >= static_cast<uint32_t>(own.count) || own.tokens[at] != token) return;
-  const int next = next_row_of(p, own, channel, static_cast<int>(at) + 1);
-  if (lane_id() == 0) taken[p.internode.index] = static_cast<uint32_t>(next);
   __syncwarp();
 }
 
 __device__ inline Outcome serve_node_sum(const InternodeCombineParams &p, uint64_t epoch, int stream,
-                                         const TokenRows &list, const RowStage &stage, BlockedStream &blocked) {
+                                         const TokenRows &list, const RowStage &stage, RowFeed &feed,
+                                         BlockedStream &blocked) {
   const TeamView &team = p.c.session.team;
   const int others = p.internode.num_nodes - 1, channel = stream / others,
             node = stream % others + (stream % others >= p.internode.node);
@@ -204,10 +272,11 @@ __device__ inline Outcome serve_node_sum(const InternodeCombineParams &p, uint64
   // It waits for room or for the last credit, unless next_token_of_node() says otherwise.
   blocked = {p.internode.partner(node), static_cast<int64_t>(sent) + 1, credit};
   for (; sent < end; ++sent) {
-    const int token = next_token_of_node(p, epoch, node, channel, taken, own, blocked);
+    NextRow first{};
+    const int token = next_token_of_node(p, epoch, node, channel, taken, own, first, blocked);
     if (token < 0 || token == kNoToken) break;
     uint8_t *place = stage.row == nullptr ? team.self + p.rings.out(node, channel, sent) : stage.row;
-    sum_for_node(p, epoch, node, channel, token, place, stage.row != nullptr, taken, own, list);
+    sum_for_node(p, epoch, node, channel, token, first, place, stage.row != nullptr, taken, own, list, feed);
     const InPhase phase(kPhasePut);
     if (stage.row != nullptr)
       store_remote(partner, team.self + p.rings.in(p.internode.node, channel, sent), stage.row, last_row);
@@ -348,18 +417,21 @@ __device__ inline void release_parts(const InternodeCombineParams &p, uint64_t e
   __syncwarp();
 }
 
-__device__ inline void sum_token(const InternodeCombineParams &p, const TokenRows &list, int token) {
+__device__ inline void sum_token(const InternodeCombineParams &p, TokenRows list, RowFeed &feed, int token) {
   const uint64_t row = static_cast<uint64_t>(token) * p.c.row_bytes;
-  const uint8_t *bias[2];
-  for (int b = 0; b < 2; ++b) bias[b] = p.c.bias(b) == nullptr ? nullptr : p.c.bias(b) + row;
+  const int weighted = list.count;
+  for (int b = 0; b < 2; ++b)
+    if (p.c.bias(b) != nullptr) list.add(lane_id() == 0 ? p.c.bias(b) + row : nullptr);
   float *weights = p.c.combined_topk_weights() == nullptr
                        ? nullptr
                        : p.c.combined_topk_weights() + static_cast<int64_t>(token) * p.c.num_topk;
-  sum_rows(p, list, bias, p.c.combined_x() + row, false, weights);
+  start_feed(feed, list, p.c.row_bytes);
+  if (weights != nullptr) sum_weights(p, list, weighted, weights);
+  sum_rows(p, list, feed, p.c.combined_x() + row, false);
 }
 
 __device__ inline Outcome serve_token_sum(const InternodeCombineParams &p, uint64_t epoch, int channel,
-                                          const TokenRows &empty, BlockedStream &blocked) {
+                                          const TokenRows &empty, RowFeed &feed, BlockedStream &blocked) {
   const TeamView &team = p.c.session.team;
   RowStream *state = p.lists.tokens + channel;
   if (state->closed != 0) return kDone;
@@ -372,7 +444,7 @@ __device__ inline Outcome serve_token_sum(const InternodeCombineParams &p, uint6
     TokenRows list = empty;
     uint32_t parts = 0;
     if (!find_rows(p, epoch, channel, token, taken, own, list, parts, blocked)) break;
-    sum_token(p, list, token);
+    sum_token(p, list, feed, token);
     release_parts(p, epoch, channel, parts, taken);
   }
   const bool all = token >= p.c.num_tokens;
@@ -429,34 +501,32 @@ __device__ inline void run_combine_roles(const InternodeCombineParams &p, uint64
   const int blocks = static_cast<int>(gridDim.x), block = static_cast<int>(blockIdx.x),
             channels = static_cast<int>(p.rings.channels);
   int warp = warp_id();  // then: among those of its role
-  auto **lists = reinterpret_cast<const uint8_t **>(shared);
-  const TokenRows list{lists + warp * (p.internode.num_peers + p.internode.num_nodes), 0};
   if (warp < p.shape.pushers) {
-    const int first = warp * blocks + block, step = p.shape.pushers * blocks,
-              count = (s.team.num_ranks - p.internode.num_nodes) * channels;
-    for (int i = first; i < count; i += step)
-      if (lane_id() == 0) p.lists.by_rank[i] = {0, 0, 0, 0};
-    __syncwarp();
-    serve_streams(s, kRolePusher, first, step, count,
-                  [&](int stream, BlockedStream &blocked) { return serve_pusher(p, epoch, stream, blocked); });
+    const TurnQueue queue{p.lists.pushes, (s.team.num_ranks - p.internode.num_nodes) * channels};
+    serve_in_turn(s, kRolePusher, queue, [&](int stream, uint64_t &at, BlockedStream &blocked) {
+      return serve_pusher(p, epoch, stream, at, blocked);
+    });
     return;
   }
   warp -= p.shape.pushers;
+  const TokenRows list{reinterpret_cast<const uint8_t **>(shared) + warp * list_length(p.internode), 0};
+  RowFeed feed(p.feeds, shared, warp);
   if (warp < p.shape.node_sums) {
     const int first = warp * blocks + block, step = p.shape.node_sums * blocks,
               count = (p.internode.num_nodes - 1) * channels;
     reset_node_sums(p, first, step, count);
     const RowStage stage(p.stages, shared, warp);
     serve_streams(s, kRoleNodeSum, first, step, count, [&](int stream, BlockedStream &blocked) {
-      return serve_node_sum(p, epoch, stream, list, stage, blocked);
+      return serve_node_sum(p, epoch, stream, list, stage, feed, blocked);
     });
     return;
   }
   warp -= p.shape.node_sums;
   const int first = warp * blocks + block, step = p.shape.token_sums() * blocks;
   reset_token_sums(p, first, step, channels);
-  serve_streams(s, kRoleTokenSum, first, step, channels,
-                [&](int stream, BlockedStream &blocked) { return serve_token_sum(p, epoch, stream, list, blocked); });
+  serve_streams(s, kRoleTokenSum, first, step, channels, [&](int stream, BlockedStream &blocked) {
+    return serve_token_sum(p, epoch, stream, list, feed, blocked);
+  });
 }
 
 }  // namespace deepep::internode
@@ -466,8 +536,8 @@ using namespace deepep;
 using namespace deepep::internode;
 
 __global__ void __launch_bounds__(CombineRoles::kThreads, 1)
-    combine_with_notify(const __grid_constant__ InternodeCombineParams p,
-                        const __grid_constant__ InternodeCombineParams fixed) {  // where ranks do not agree
+    combine_with_notify(const __grid_constant__ CombineChoice choice) {
+  const InternodeCombineParams &p = choice.params[0];
   extern __shared__ __align__(16) uint8_t shared[];
   const Session &s = p.c.session;
   const uint64_t epoch = ptx::ld_relaxed_gpu(&s.team.scratch->epoch) + 1;
@@ -480,15 +550,16 @@ __global__ void __launch_bounds__(CombineRoles::kThreads, 1)
     if (blockIdx.x == gridDim.x - 1) publish_newest_by_last_warp(s.team);
     if (await_messages(s, p.internode, hand)) {
       if (blockIdx.x == 0) count_pushed_bytes(p);
-      if (__syncthreads_and(agree_on_channels(s, p.internode, epoch, p.rings.channels)) != 0)
-        run_combine_roles(p, epoch, shared);
-      else
-        run_combine_roles(fixed, epoch, shared);
+      // By a number, so that the roles' code is there once.
+      const int which = __syncthreads_and(agree_on_channels(s, p.internode, epoch, p.rings.channels)) != 0 ? 0 : 1;
+      run_combine_roles(choice.params[which], epoch, shared);
     }
   }
   end_role_times(1);
   finish(s, [&](bool failed) {
     if (failed) clear_combine_outputs(p.c);
+    const int streams = s.team.num_ranks * static_cast<int>(max(p.rings.channels, choice.params[1].rings.channels));
+    for (int i = threadIdx.x; i <= streams; i += blockDim.x) p.lists.pushes[i] = 0;
     if (threadIdx.x == 0) s.team.scratch->epoch = epoch;
     record_kernel(s, nullptr, true, failed);
   });

@@ -4,28 +4,35 @@
 #include "cuda/common/lanes.cuh"
 #include "cuda/impl/normal/matrix.cuh"
 #include "internode/normal/common.cuh"
+#include "internode/normal/feed.cuh"
 #include "internode/normal/rings.h"
 #include "internode/normal/stage.cuh"
+#include "internode/normal/turns.cuh"
 
 namespace deepep::internode {
 
+// Fewer warps than dispatch has, since their registers are what a sum needs.
 struct CombineRoles {
-  static constexpr int kSenders = 4, kNodeCollectors = 10, kTokenCollectors = 10;
-  static constexpr int kWarps = kSenders + kNodeCollectors + kTokenCollectors, kThreads = kWarps * kWarp;
+  static constexpr int kWarps = 20, kThreads = kWarps * kWarp;
 };
 constexpr int kSumsAtOnce = 4;  // rows or tokens of a stream in one turn of a warp
 
 // How many of a block's warps push rows and sum for nodes; the others sum tokens.
 struct CombineShape {
-  int pushers = CombineRoles::kSenders, node_sums = CombineRoles::kNodeCollectors;
-  __host__ __device__ int token_sums() const { return CombineRoles::kWarps - pushers - node_sums; }
+  int pushers, node_sums;
+  __host__ __device__ int sums() const { return CombineRoles::kWarps - pushers; }  // warps that sum
+  __host__ __device__ int token_sums() const { return sums() - node_sums; }
 };
+// With stages fewer warps put and more push; a rank that is its node has nobody to push to. A channel is what a warp
+// sums for a node, so that as many at least sum tokens: with fewer some would have two channels, and all wait for them.
+constexpr CombineShape kPlainShape{4, 8}, kStagedShape{5, 7}, kAloneShape{0, 10};
 
 struct InternodeCombineParams {
   CombineParams c;
   NodeView internode;
   CombineShape shape;
   StageShape stages;  // of sums for other nodes
+  FeedShape feeds;    // of these sums, then of those of tokens
   RowRings rings;
   StreamLists lists;
 };
@@ -39,17 +46,36 @@ __host__ __device__ inline uint32_t words_bytes(const InternodeCombineParams &p)
 inline RowRings sum_rings(const InternodeCombineParams &p, int most) {
   return row_rings(p.c.session.team, p.internode, static_cast<uint64_t>(p.c.row_bytes) + words_bytes(p), most, true);
 }
-// Shared memory of a block: the lists of rows of its warps.
-inline uint64_t list_bytes(const NodeView &internode) {
-  return sizeof(void *) * CombineRoles::kWarps * (internode.num_peers + internode.num_nodes);
+// Shared memory of a block: a list for each warp that sums, of all rows that a sum may have and two biases.
+__host__ __device__ inline uint32_t list_length(const NodeView &internode) {
+  return internode.num_peers + internode.num_nodes + 1;
 }
-// With stages a warp more pushes and one less sums for nodes. used: bytes of shared memory that are taken; room: for
-// stages, 0: none.
-inline void shape_combine(InternodeCombineParams &p, int blocks, uint64_t used, uint64_t room) {
-  constexpr CombineShape kStaged{5, 9};
-  p.stages = stage_shape(static_cast<uint64_t>(p.c.row_bytes) + words_bytes(p), kStaged.node_sums, used, room);
-  p.shape = p.stages.bytes != 0 ? kStaged : CombineShape{};
+inline uint64_t list_bytes(const NodeView &internode, const CombineShape &shape) {
+  return sizeof(void *) * shape.sums() * list_length(internode);
+}
+// A block's warps and shared memory. room: bytes of it that bulk copies may fill, 0: there are none; puts_are_stores:
+// sums for other nodes are put from there. Returns the bytes that are needed.
+inline uint64_t shape_combine(InternodeCombineParams &p, int blocks, uint64_t room, bool puts_are_stores) {
+  constexpr uint32_t kMostSlots = 3;
+  const uint64_t sum = static_cast<uint64_t>(p.c.row_bytes) + words_bytes(p);
+  const bool alone = p.internode.num_peers == 1;
+  p.shape = alone ? kAloneShape : kStagedShape;
+  p.stages = stage_shape(sum, p.shape.node_sums, list_bytes(p.internode, p.shape), puts_are_stores ? room : 0);
+  if (p.stages.bytes == 0 && !alone) p.shape = kPlainShape;
+  const uint64_t used = p.stages.bytes != 0 ? p.stages.end() : list_bytes(p.internode, p.shape);
+  p.feeds = feed_shape(kMostSlots, p.shape.sums(), used, room);
   p.rings = sum_rings(p, channels_for(p.internode, blocks, p.shape.node_sums));
+  return p.feeds.slots != 0 ? p.feeds.end() : used;
+}
+
+// The parameters of a call and, where ranks do not agree on its channels, those with as many as all have.
+struct CombineChoice {
+  InternodeCombineParams params[2];
+};
+inline CombineChoice combine_choice(const InternodeCombineParams &p) {
+  CombineChoice choice{{p, p}};
+  choice.params[1].rings = sum_rings(p, kFixedChannels);
+  return choice;
 }
 
 // ---- Pushers: a stream is a channel's rows for tokens of a source ---------------------------------------------------
@@ -100,7 +126,8 @@ __device__ inline void push_row(const InternodeCombineParams &p, int64_t row, ui
     words[1 + k] = weighs ? __float_as_uint(c.topk_weights()[row * c.num_topk + k]) : 0;
 }
 
-__device__ inline Outcome serve_pusher(const InternodeCombineParams &p, uint64_t epoch, int stream,
+// at: the rows that have been pushed, and below them the number of the next row to look at.
+__device__ inline Outcome serve_pusher(const InternodeCombineParams &p, uint64_t epoch, int stream, uint64_t &at,
                                        BlockedStream &blocked) {
   const TeamView &team = p.c.session.team;
   // Of all ranks but those of this one's index, whose rows it adds where they are.
@@ -108,19 +135,17 @@ __device__ inline Outcome serve_pusher(const InternodeCombineParams &p, uint64_t
             index = (p.internode.index + 1 + stream % others) % p.internode.num_peers,
             node = (p.internode.node + 1 + stream % sources / others) % p.internode.num_nodes,
             source = node * p.internode.num_peers + index, collector = p.internode.local_rank(index);
-  RowStream *state = p.lists.by_rank + stream;
-  const RowStream before = *state;
-  if (before.closed != 0) return kDone;
   const OwnRows rows = own_rows(p, source);
   uint8_t *block = team.peers[collector];
   uint64_t *pushed = word_at(block, p.internode.at.pushed, push_index(p.internode, p.internode.index, node, channel));
   const uint32_t taken =
       read_count(word_at(team.self, p.internode.at.taken, push_index(p.internode, index, node, channel)), epoch);
-  uint32_t count = before.count;
-  int row = before.at;
+  const auto before = static_cast<uint32_t>(at >> 32);
+  uint32_t count = before;
+  int row = static_cast<int>(static_cast<uint32_t>(at));
   bool last = false;
   const InPhase phase(kPhaseCopy);
-  while (!last && count < before.count + kSumsAtOnce) {
+  while (!last && count < before + kSumsAtOnce) {
     row = next_row_of(p, rows, channel, row);
     last = row >= rows.count;
     if (last || count - taken >= p.rings.local_slots) break;
@@ -128,11 +153,10 @@ __device__ inline Outcome serve_pusher(const InternodeCombineParams &p, uint64_t
     ++count;
     ++row;
   }
-  if (last || count != before.count) write_count(pushed, epoch, count | (last ? kLastRow : 0));
-  if (lane_id() == 0) *state = {row, count, last, 0};
-  __syncwarp();
+  if (last || count != before) write_count(pushed, epoch, count | (last ? kLastRow : 0));
+  at = static_cast<uint64_t>(count) << 32 | static_cast<uint32_t>(row);
   if (last) return kDone;
-  if (count != before.count) return kMoved;
+  if (count != before) return kMoved;
   blocked = {collector, static_cast<int64_t>(count) - p.rings.local_slots + 1, taken};
   return kBlocked;
 }

@@ -29,6 +29,7 @@ struct NormalState {
 struct StreamLists {
   RowStream *to_nodes, *from_nodes, *by_rank;  // [N * C], [N * C], [R * C]
   RowStream *tokens;                           // [C]: combine's sums of this rank's tokens
+  uint64_t *pushes;                            // [1 + R * C]: combine: the pushers' TurnQueue
   uint32_t *node_rows_taken;                   // [R * C]: combine: rows that sums for other nodes took of each ring
   uint32_t *words_pushed;                      // [R * C]: dispatch, there: rows whose words are in each ring
   uint32_t *token_rows_taken;                  // [C * (P + N)]: combine: likewise sums of this rank's tokens
@@ -39,7 +40,7 @@ struct StreamListSizes {
       : nodes(num_nodes * kMaxChannels),
         ranks(num_nodes * num_peers * kMaxChannels),
         peers((num_peers + num_nodes) * kMaxChannels),
-        bytes((2 * nodes + ranks + kMaxChannels) * sizeof(RowStream) + 4 * (peers + ranks)) {}
+        bytes((2 * nodes + ranks + kMaxChannels) * sizeof(RowStream) + 8 * (1 + ranks) + 4 * (peers + ranks)) {}
 };
 __host__ __device__ inline StreamLists stream_lists(NormalState *state, const NodeView &internode) {
   const StreamListSizes size(internode.num_nodes, internode.num_peers);
@@ -48,7 +49,8 @@ __host__ __device__ inline StreamLists stream_lists(NormalState *state, const No
   at.from_nodes = at.to_nodes + size.nodes;
   at.by_rank = at.from_nodes + size.nodes;
   at.tokens = at.by_rank + size.ranks;
-  at.node_rows_taken = at.words_pushed = reinterpret_cast<uint32_t *>(at.tokens + kMaxChannels);
+  at.pushes = reinterpret_cast<uint64_t *>(at.tokens + kMaxChannels);
+  at.node_rows_taken = at.words_pushed = reinterpret_cast<uint32_t *>(at.pushes + 1 + size.ranks);
   at.token_rows_taken = at.node_rows_taken + size.ranks;
   return at;
 }

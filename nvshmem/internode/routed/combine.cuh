@@ -565,10 +565,15 @@ __device__ inline Outcome serve_routed_tokens(const RoutedCombineParams &p, uint
 
 // ---- The kernel -----------------------------------------------------------------------------------------------------
 
+struct RoutedCombineRoles {
+  static constexpr int kSenders = 4, kNodeCollectors = 10, kTokenCollectors = 10;
+  static constexpr int kWarps = kSenders + kNodeCollectors + kTokenCollectors, kThreads = kWarps * kWarp;
+};
+
 // As run_combine_roles().
 template <bool kExpand>
 __device__ inline void run_routed_combine(const RoutedCombineParams &p, uint64_t epoch) {
-  using Roles = CombineRoles;
+  using Roles = RoutedCombineRoles;
   __shared__ SumLists lists_of_warps[Roles::kWarps];
   const Session &s = p.c.session;
   const int warp = warp_id(), blocks = static_cast<int>(gridDim.x), block = static_cast<int>(blockIdx.x),
@@ -605,7 +610,7 @@ using namespace deepep;
 using namespace deepep::internode;
 
 template <bool kExpand>
-__global__ void __launch_bounds__(CombineRoles::kThreads, 1)
+__global__ void __launch_bounds__(RoutedCombineRoles::kThreads, 1)
     combine_routed(const __grid_constant__ RoutedCombineParams p) {
   const Session &s = p.c.session;
   const uint64_t epoch = ptx::ld_relaxed_gpu(&s.team.scratch->epoch) + 1;

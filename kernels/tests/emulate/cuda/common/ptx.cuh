@@ -62,6 +62,7 @@ inline void atomic_or_relaxed_gpu(uint64_t *address, uint64_t value) {
   __atomic_fetch_or(address, value, __ATOMIC_RELAXED);
 }
 inline void fence_acq_rel_sys() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
+inline void fence_acq_rel_gpu() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 inline uint4 ld_stream(const void *address) {
   check_alignment(address, 16);
   uint4 v;
@@ -103,6 +104,7 @@ inline void mbarrier_init(uint64_t *barrier, uint32_t arrivals) { emulate::init_
 inline void mbarrier_init_fence() {}
 inline void mbarrier_expect(uint64_t *barrier, uint32_t bytes) { emulate::arrive_expecting(barrier, bytes); }
 inline bool mbarrier_try_wait(uint64_t *barrier, uint32_t parity) { return emulate::try_barrier(barrier, parity); }
+inline uint4 ld_shared(const void *shared) { return *static_cast<const uint4 *>(shared); }
 inline void bulk_load(void *shared, const void *global, uint32_t bytes, uint64_t *barrier) {
   emulate::bulk_load(shared, global, bytes, barrier);
 }
