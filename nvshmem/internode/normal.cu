@@ -102,10 +102,10 @@ int32_t internode_notify(dk_notify_params *p, const NotifyParams &n) {
 }
 
 namespace {
-// For rows on their way to other nodes: shared memory that a put loads from, where puts are stores.
-uint64_t stage_room(const Team *team) {
-  return team->device->bulk && team->internode->view.puts_are_stores ? team->device->max_shared : 0;
-}
+// Shared memory that bulk copies may fill.
+uint64_t bulk_room(const Team *team) { return team->device->bulk ? team->device->max_shared : 0; }
+// For rows on their way to other nodes: what a put loads from, where puts are stores.
+uint64_t stage_room(const Team *team) { return team->internode->view.puts_are_stores ? bulk_room(team) : 0; }
 }  // namespace
 
 int32_t internode_dispatch(dk_dispatch_params *p, const DispatchParams &d, int blocks) {
@@ -133,8 +133,7 @@ int32_t internode_combine(dk_combine_params *p, const CombineParams &c, int bloc
   if (team->internode->shrink != nullptr) return launch_shrinking(p, c, blocks, team);
   if (p->num_recv_tokens > 0 && p->recv_src_idx == 0) return DK_EINVAL;
   InternodeCombineParams params{c, team->internode->view, {}, {}, {}, {}, {}};
-  const uint64_t shared = shape_combine(params, blocks, team->device->bulk ? team->device->max_shared : 0,
-                                        team->internode->view.puts_are_stores);
+  const uint64_t shared = shape_combine(params, blocks, bulk_room(team), team->internode->view.puts_are_stores);
   if (shared > team->device->max_shared) return DK_EUNSUPPORTED;
   if (params.rings.slots == 0)
     return DK_EUNSUPPORTED;  // nvl region under min_nvl_bytes, or rdma region under min_rdma_bytes

@@ -2,12 +2,10 @@
 //   internode_test [SEED [CASES]]
 // Random groups, shapes, routings and grids; the network delays every put and keeps only the order that kernels rely
 // on.
-#include "network.h"
+#include "group.h"
 
 #include <cmath>
 #include <memory>
-
-#include "checks.h"
 
 #include "internode/normal/combine.cuh"
 #include "internode/normal/dispatch_kernel.cuh"
@@ -58,37 +56,10 @@ struct World {
   explicit World(const Case &one) : c(one), ranks(static_cast<size_t>(one.ranks())) {
     const ControlOffsets at = control_offsets(control_layout(c.ranks()).bytes, c.ranks(), c.peers);
     control_bytes = at.end;
-    const uint64_t wire = ring_flags(c.ranks()).bytes,
-                   bytes = control_bytes + wire + align_up<uint64_t>(c.nvl, 4096) + c.rdma;
-    for (Rank &r : ranks) r.block.assign(bytes + 8192, 0);
-    for (int me = 0; me < c.ranks(); ++me) {
-      Rank &r = ranks[me];
-      r.peers.assign(c.ranks(), nullptr);
-      for (int i = me / c.peers * c.peers; i < (me / c.peers + 1) * c.peers; ++i) r.peers[i] = aligned(ranks[i].block);
-      TeamView &t = r.team;
-      t.peers = r.peers.data();
+    lay_out(c, ranks, at, control_bytes);
+    for (Rank &r : ranks) {
       r.segments.assign(static_cast<size_t>(c.ranks()) * DK_MAX_SEGMENTS, 0);
-      t.segments = r.segments.data();
-      t.self = aligned(r.block);
-      t.scratch = r.scratch.get();
-      t.status = &r.status;
-      t.wire = control_bytes;
-      t.wire_bytes = wire;
-      t.nvl = t.wire + wire;
-      t.nvl_bytes = c.nvl;
-      t.rdma = t.nvl + align_up<uint64_t>(c.nvl, 4096);
-      t.rdma_bytes = c.rdma;
-      t.at = control_layout(c.ranks());
-      t.ring = ring_flags(c.ranks());
-      t.rank = me;
-      t.num_ranks = c.ranks();
-      t.num_nvl_peers = c.peers;
-      r.status.abort_rank = -1;
-      r.internode.at = at;
-      r.internode.num_nodes = c.nodes;
-      r.internode.num_peers = c.peers;
-      r.internode.node = me / c.peers;
-      r.internode.index = me % c.peers;
+      r.team.segments = r.segments.data();
       r.state.assign((sizeof(NormalState) + StreamListSizes(c.nodes, c.peers).bytes) / 8 + 1, 0);
     }
   }
@@ -112,9 +83,7 @@ struct World {
       fprintf(stderr, "%s: the kernel ended while rows were in flight\n", name);
       quick_exit(1);
     }
-    for (Rank &r : ranks)
-      memset(r.team.self + r.team.nvl, 0xa5,
-             r.team.rdma + c.rdma - r.team.nvl);  // callers may overwrite it between calls
+    overwrite_regions(ranks);
   }
 };
 
@@ -141,18 +110,7 @@ void make_inputs(World &w, int tokens = 0) {
     for (size_t i = 0; tokens != 0 && i < r.idx.size(); ++i)
       r.idx[i] = static_cast<int64_t>(i) % c.topk * c.local_experts;
     r.idx32.assign(r.idx.begin(), r.idx.end());
-    r.in_rank.assign(static_cast<size_t>(r.tokens) * c.ranks(), 0);
-    r.per_rank.assign(c.ranks(), 0);
-    r.per_expert.assign(experts, 0);
-    for (int t = 0; t < r.tokens; ++t)
-      for (int k = 0; k < c.topk; ++k) {
-        const int64_t e = r.idx[static_cast<size_t>(t) * c.topk + k];
-        if (e < 0) continue;
-        ++r.per_expert[e];
-        uint8_t &in = r.in_rank[static_cast<size_t>(t) * c.ranks() + e / c.local_experts];
-        r.per_rank[e / c.local_experts] += in == 0;
-        in = 1;
-      }
+    count_choices(c, r);
     r.matrix.assign(c.ranks() * c.ranks(), -7);
     r.head.assign(static_cast<size_t>(r.tokens) * c.ranks(), -7);
     r.counts.assign(4 + c.local_experts + 4, 0);
@@ -361,9 +319,7 @@ void barrier(World &w) {
 void failures() {
   for (const bool absent : {true, false}) {
     World w(Case{2, 2, 64, 2, 2, 0, 8, 1 << 16, 1 << 16});
-    std::vector<uint8_t *> blocks;
-    for (Rank &r : w.ranks) blocks.push_back(aligned(r.block));
-    emulate::start_network({7, false}, blocks);
+    emulate::start_network({7, false}, blocks_of(w.ranks));
     make_inputs(w);
     w.timeout_ns = 2000000;
     ++w.call;
@@ -405,9 +361,7 @@ void wrong_numbers() {
   for (const bool placed : {false, true})
     for (const int wrong : {0, 1, 2, 3}) {  // the rank with the row is 0
       World w(Case{2, 2, 64, 4, 2, 0, 8, 1 << 16, 1 << 16});
-      std::vector<uint8_t *> blocks;
-      for (Rank &r : w.ranks) blocks.push_back(aligned(r.block));
-      emulate::start_network({7, false}, blocks);
+      emulate::start_network({7, false}, blocks_of(w.ranks));
       make_inputs(w, 3);
       notify(w);
       w.ranks[0].head[4 + wrong] = 1 << 20;
@@ -429,9 +383,7 @@ void wrong_numbers() {
 void pieces() {
   const uint64_t row = align_up<uint64_t>(2 * 256 + 4 * (1 + 1 + 2 * 2), 128);
   World w(Case{2, 1, 256, 2, 2, 0, 8, 2 * 2 * row * 64, 2 * row * 64});  // 4 channels of 16 places, pieces of 8 rows
-  std::vector<uint8_t *> blocks;
-  for (Rank &r : w.ranks) blocks.push_back(aligned(r.block));
-  emulate::start_network({11, false}, blocks);
+  emulate::start_network({11, false}, blocks_of(w.ranks));
   make_inputs(w, 64);
   notify(w);
   emulate::puts_since(0);
@@ -465,9 +417,7 @@ void different_blocks() {
   const int few = channels_for(w.ranks[0].internode, 1, kPushShape.senders),
             many = channels_for(w.ranks[0].internode, 2, kPushShape.senders);
   check(few != many && few > 1 && many <= kMaxChannels, "channels of one block and of two", -1, 0, few, many);
-  std::vector<uint8_t *> blocks;
-  for (Rank &r : w.ranks) blocks.push_back(aligned(r.block));
-  emulate::start_network({5, false}, blocks);
+  emulate::start_network({5, false}, blocks_of(w.ranks));
   for (const int alike : {0, 1, 2}) {
     make_inputs(w, 40);
     notify(w);
@@ -491,12 +441,10 @@ int main(int argc, char **argv) {
     random_number.seed(seed + static_cast<uint64_t>(i));
     World w(random_case());
     const emulate::Network how{random_number(), pick(0, 1) == 1, pick(0, 2) == 0};
-    std::vector<uint8_t *> blocks;
-    for (Rank &r : w.ranks) blocks.push_back(aligned(r.block));
     const int room = pick(0, 3);  // for all, for some, or none
     w.room = room == 0 ? 0 : room == 1 ? 64 * 1024 : w.room;
     for (Rank &r : w.ranks) r.internode.puts_are_stores = how.stores;
-    emulate::start_network(how, blocks);
+    emulate::start_network(how, blocks_of(w.ranks));
     for (int round = 0; round < 2; ++round) {
       make_inputs(w);
       notify(w);

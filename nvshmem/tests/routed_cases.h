@@ -2,8 +2,7 @@
 // calls, and what should come of them, in plain loops in the order of the contract. In teams that shrink some ranks
 // take no part, and another one may be lost in a call.
 #pragma once
-#include "checks.h"
-#include "network.h"
+#include "group.h"
 
 #include <memory>
 
@@ -69,36 +68,9 @@ struct World {
     const ControlOffsets at = control_offsets(control_layout(c.ranks()).bytes, c.ranks(), c.peers);
     const ShrinkOffsets shrink = shrink_offsets(at.end, c.ranks());
     control_bytes = shrink.end;
-    const uint64_t wire = ring_flags(c.ranks()).bytes, nvl = align_up<uint64_t>(c.nvl, 4096),
-                   bytes = control_bytes + wire + nvl + c.rdma;
-    for (Rank &r : ranks) r.block.assign(bytes + 8192, 0);
-    for (int me = 0; me < c.ranks(); ++me) {
-      Rank &r = ranks[me];
-      r.peers.assign(c.ranks(), nullptr);
-      for (int i = me / c.peers * c.peers; i < (me / c.peers + 1) * c.peers; ++i) r.peers[i] = aligned(ranks[i].block);
-      TeamView &t = r.team;
-      t.peers = r.peers.data();
-      t.self = aligned(r.block);
-      t.scratch = r.scratch.get();
-      t.status = &r.status;
-      t.wire = control_bytes;
-      t.wire_bytes = wire;
-      t.nvl = t.wire + wire;
-      t.nvl_bytes = c.nvl;
-      t.rdma = t.nvl + nvl;
-      t.rdma_bytes = c.rdma;
-      t.at = control_layout(c.ranks());
-      t.ring = ring_flags(c.ranks());
-      t.rank = me;
-      t.num_ranks = c.ranks();
-      t.num_nvl_peers = c.peers;
-      t.flags = c.shrinks ? DK_TEAM_SHRINK : 0;
-      r.status.abort_rank = -1;
-      r.internode.at = at;
-      r.internode.num_nodes = c.nodes;
-      r.internode.num_peers = c.peers;
-      r.internode.node = me / c.peers;
-      r.internode.index = me % c.peers;
+    lay_out(c, ranks, at, control_bytes);
+    for (Rank &r : ranks) {
+      r.team.flags = c.shrinks ? DK_TEAM_SHRINK : 0;
       r.state.assign((sizeof(NormalState) + StreamListSizes(c.nodes, c.peers).bytes) / 8 + 1, 0);
       r.shrink_state.assign(shrink_state_bytes(c.ranks()) / 8 + 1, 0);
       r.shrink = {shrink, reinterpret_cast<ShrinkState *>(r.shrink_state.data())};
@@ -106,11 +78,7 @@ struct World {
     if (c.shrinks) lives_on();
   }
   NormalState *state(int rank) { return reinterpret_cast<NormalState *>(ranks[rank].state.data()); }
-  std::vector<uint8_t *> blocks() {
-    std::vector<uint8_t *> all;
-    for (Rank &r : ranks) all.push_back(aligned(r.block));
-    return all;
-  }
+  std::vector<uint8_t *> blocks() { return blocks_of(ranks); }
   Session session(int rank, uint32_t op) { return Session{ranks[rank].team, call, timeout_ns, op, DK_PHASE_BOTH}; }
   int64_t expert(int source, int token, int k) const {
     return ranks[source].idx[static_cast<size_t>(token) * c.topk + k];
@@ -129,35 +97,14 @@ struct World {
   // Results of the running call are whole there.
   bool is_sound(int rank) const { return in[rank] && rank != lost; }
 
-  // No put goes to a rank that its sender has masked, but that it has. None goes to where low latency receives rows: a
-  // rank that was left out may send it late.
-  void see_put(int from, int to, const void *word, const void *bytes) {
-    const Rank &r = ranks[from];
-    const uint64_t at = static_cast<uint64_t>(static_cast<const uint8_t *>(word) - r.team.self);
-    if (bytes != nullptr) {
-      const uint64_t goes = static_cast<uint64_t>(static_cast<const uint8_t *>(bytes) - r.team.self);
-      check(goes < r.team.rdma, "put into the rdma region", from, to, static_cast<double>(goes), 0);
-    }
-    const bool telling =
-        (at >= r.team.at.notices && at < r.team.at.stamps) || (at >= r.team.at.given_up && at < r.team.at.ballots);
-    check(telling || r.scratch->masked[to] == 0, "put to a masked rank", from, to, static_cast<double>(at), 0);
-  }
   void watch(std::function<emulate::Life(int)> life) {
-    emulate::watch(std::move(life),
-                   [this](int from, int to, const void *word, const void *bytes) { see_put(from, to, word, bytes); });
+    emulate::watch(std::move(life), [this](int from, int to, const void *word, const void *bytes) {
+      check_put(ranks[from], from, to, word, bytes);
+    });
   }
   void lives_on() { watch(nullptr); }
 
-  // The refusal of a rank's last call, and forgets it.
-  dk_failure refusal(int rank) {
-    dk_failure first{};
-    for (dk_failure &f : ranks[rank].status.refusals) {
-      if (f.code != 0 && first.code == 0) first = f;
-      f.code = 0;
-    }
-    ranks[rank].status.refused = 0;
-    return first;
-  }
+  dk_failure refusal(int rank) { return take_refusal(ranks[rank].status); }
 
   // Kernels of ranks in `in`, and of `lost`; the latter may be refused.
   template <class Kernel>
@@ -180,8 +127,7 @@ struct World {
       fprintf(stderr, "%s: the kernel ended while rows were in flight\n", name);
       quick_exit(1);
     }
-    for (Rank &r : ranks)  // callers may overwrite it between calls
-      memset(r.team.self + r.team.nvl, 0xa5, r.team.rdma + c.rdma - r.team.nvl);
+    overwrite_regions(ranks);
   }
 };
 

@@ -2,6 +2,7 @@
 // calls, and what should come of them. Sums are compared bit for bit with those of nodes that add their own ranks'
 // rows.
 #pragma once
+#include "group.h"
 #include "lost_ranks.h"
 
 #include <memory>
@@ -51,78 +52,27 @@ struct World {
     const ControlOffsets at = control_offsets(control_layout(c.ranks()).bytes, c.ranks(), c.peers);
     const ShrinkOffsets shrink = shrink_offsets(at.end, c.ranks());
     control_bytes = shrink.end;
-    const uint64_t wire = ring_flags(c.ranks()).bytes, bytes = control_bytes + wire + c.nvl + c.rdma;
-    for (Rank &r : ranks) r.block.assign(bytes + 8192, 0);
-    for (int me = 0; me < c.ranks(); ++me) {
-      Rank &r = ranks[me];
-      r.peers.assign(c.ranks(), nullptr);
-      for (int i = me / c.peers * c.peers; i < (me / c.peers + 1) * c.peers; ++i) r.peers[i] = aligned(ranks[i].block);
-      TeamView &t = r.team;
-      t.peers = r.peers.data();
-      t.self = aligned(r.block);
-      t.scratch = r.scratch.get();
-      t.status = &r.status;
-      t.wire = control_bytes;
-      t.wire_bytes = wire;
-      t.nvl = t.wire + wire;
-      t.nvl_bytes = c.nvl;
-      t.rdma = t.nvl + c.nvl;
-      t.rdma_bytes = c.rdma;
-      t.at = control_layout(c.ranks());
-      t.ring = ring_flags(c.ranks());
-      t.rank = me;
-      t.num_ranks = c.ranks();
-      t.num_nvl_peers = c.peers;
-      t.flags = DK_TEAM_SHRINK;
-      r.status.abort_rank = -1;
-      r.internode.at = at;
-      r.internode.num_nodes = c.nodes;
-      r.internode.num_peers = c.peers;
-      r.internode.node = me / c.peers;
-      r.internode.index = me % c.peers;
+    lay_out(c, ranks, at, control_bytes);
+    for (Rank &r : ranks) {
+      r.team.flags = DK_TEAM_SHRINK;
       r.state.assign(shrink_state_bytes(c.ranks()) / 8 + 1, 0);
       r.shrink = {shrink, reinterpret_cast<ShrinkState *>(r.state.data())};
     }
     lives_on();
   }
-  std::vector<uint8_t *> blocks() {
-    std::vector<uint8_t *> all;
-    for (Rank &r : ranks) all.push_back(aligned(r.block));
-    return all;
-  }
+  std::vector<uint8_t *> blocks() { return blocks_of(ranks); }
   Session session(int rank, uint32_t op) {
     return Session{ranks[rank].team, call + (op == DK_OP_COMBINE ? combine_ahead : 0), timeout_ns, op, DK_PHASE_BOTH};
   }
 
-  // No put goes to a rank that its sender has masked, but that it has. None goes to where low latency receives rows: a
-  // rank that was left out may send it late.
-  void see_put(int from, int to, const void *word, const void *bytes) {
-    const Rank &r = ranks[from];
-    const uint64_t at = static_cast<uint64_t>(static_cast<const uint8_t *>(word) - r.team.self);
-    if (bytes != nullptr) {
-      const uint64_t goes = static_cast<uint64_t>(static_cast<const uint8_t *>(bytes) - r.team.self);
-      check(goes < r.team.rdma, "put into the rdma region", from, to, static_cast<double>(goes), 0);
-    }
-    const bool telling =
-        (at >= r.team.at.notices && at < r.team.at.stamps) || (at >= r.team.at.given_up && at < r.team.at.ballots);
-    check(telling || r.scratch->masked[to] == 0, "put to a masked rank", from, to, static_cast<double>(at), 0);
-  }
   void watch(std::function<emulate::Life(int)> life) {
-    emulate::watch(std::move(life),
-                   [this](int from, int to, const void *word, const void *bytes) { see_put(from, to, word, bytes); });
+    emulate::watch(std::move(life), [this](int from, int to, const void *word, const void *bytes) {
+      check_put(ranks[from], from, to, word, bytes);
+    });
   }
   void lives_on() { watch(nullptr); }
 
-  // The refusal of a rank's last call, and forgets it.
-  dk_failure refusal(int rank) {
-    dk_failure first{};
-    for (dk_failure &f : ranks[rank].status.refusals) {
-      if (f.code != 0 && first.code == 0) first = f;
-      f.code = 0;
-    }
-    ranks[rank].status.refused = 0;
-    return first;
-  }
+  dk_failure refusal(int rank) { return take_refusal(ranks[rank].status); }
 
   // Kernels of ranks in `in`, and of `lost`; the latter may be refused.
   template <class Kernel>
@@ -139,8 +89,7 @@ struct World {
               static_cast<long long>(f.expected), static_cast<long long>(f.seen));
       quick_exit(1);
     }
-    for (Rank &r : ranks)
-      memset(r.team.self + r.team.nvl, 0xa5, c.nvl + c.rdma);  // callers may overwrite it between calls
+    overwrite_regions(ranks);
   }
 };
 
@@ -165,18 +114,7 @@ inline void make_inputs(World &w) {
       e = style == 2 && pick(0, 3) != 0 ? -1
           : style == 1                  ? pick(c.experts() - 2, c.experts() - 1)
                                         : pick(-1, c.experts() - 1);
-    r.in_rank.assign(static_cast<size_t>(r.tokens) * c.ranks(), 0);
-    r.per_rank.assign(c.ranks(), 0);
-    r.per_expert.assign(c.experts(), 0);
-    for (int t = 0; t < r.tokens; ++t)
-      for (int k = 0; k < c.topk; ++k) {
-        const int64_t e = r.idx[static_cast<size_t>(t) * c.topk + k];
-        if (e < 0) continue;
-        ++r.per_expert[e];
-        uint8_t &goes = r.in_rank[static_cast<size_t>(t) * c.ranks() + e / c.local_experts];
-        r.per_rank[e / c.local_experts] += goes == 0;
-        goes = 1;
-      }
+    count_choices(c, r);
     r.matrix.assign(c.ranks() * c.ranks(), -7);
     r.head.assign(static_cast<size_t>(r.tokens) * c.ranks(), -7);
     r.counts.assign(4 + c.local_experts + 4, 0);

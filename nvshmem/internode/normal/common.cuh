@@ -203,6 +203,14 @@ struct BlockedStream {  // the rank that a stream waits for, the count that it n
   int64_t expected, seen;
 };
 
+// Of a warp that gives up, for a reason, on what it waits for since `start`. Whole warp.
+__device__ inline void report_blocked(const Session &s, uint32_t reason, const BlockedStream &missing, uint64_t start) {
+  if (lane_id() == 0)
+    report_failure(s, reason, culprit(s, reason, missing.peer), DK_FIELD_NONE, missing.expected, missing.seen,
+                   ptx::global_timer_ns() - start);
+  __syncwarp();
+}
+
 // A warp serves streams first, first + step, ... of `count` in turn. It never waits for one while another one could
 // move: a peer may wait for room in one ring before it goes on with another. advance(stream, blocked) does what is
 // possible at once, with the same outcome in all lanes. The timeout counts while no stream of this warp moves.
@@ -227,13 +235,8 @@ __device__ inline void serve_streams_untimed(const Session &s, int first, int st
       if (__any_sync(kAllLanes, lane_id() == 0 && has_failed(s))) return;
       continue;
     }
-    if (reason != 0) {  // and no stream moved in the round after it
-      if (lane_id() == 0)
-        report_failure(s, reason, culprit(s, reason, missing.peer), DK_FIELD_NONE, missing.expected, missing.seen,
-                       ptx::global_timer_ns() - start);
-      __syncwarp();
-      return;
-    }
+    if (reason != 0)  // and no stream moved in the round after it
+      return report_blocked(s, reason, missing, start);
     if (polls++ == 0) start = ptx::global_timer_ns();
     if (polls % kPollsPerLook == 0 && lane_id() == 0) reason = reason_to_leave(s, missing.peer, start, polls, 1);
     reason = __shfl_sync(kAllLanes, reason, 0);

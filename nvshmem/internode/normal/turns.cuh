@@ -82,13 +82,7 @@ __device__ inline void serve_in_turn(const Session &s, Role role, const TurnQueu
       if (__any_sync(kAllLanes, lane_id() == 0 && has_failed(s))) return;
       continue;
     }
-    if (reason != 0 && missing.peer >= 0 && --left <= 0) {
-      if (lane_id() == 0)
-        report_failure(s, reason, culprit(s, reason, missing.peer), DK_FIELD_NONE, missing.expected, missing.seen,
-                       ptx::global_timer_ns() - start);
-      __syncwarp();
-      return;
-    }
+    if (reason != 0 && missing.peer >= 0 && --left <= 0) return report_blocked(s, reason, missing, start);
     if (polls++ == 0) start = ptx::global_timer_ns();
     if (polls % kPollsPerLook != 0) continue;
     if (__any_sync(kAllLanes, lane_id() == 0 && has_failed(s))) return;
