@@ -6,7 +6,9 @@
 //   bench_ops LIBRARY [ranks=4] [devices=4] [tokens=4096] [hidden=7168] [topk=8] [experts=256] [sms=16,20,24]
 //             [iterations=30] [isa=0] [nvl_mb=512] [rdma_mb=84] [nodes=1]
 //             [mode=check|normalcheck|llcheck|normal|routed|sweep|ll|llsweep|lltimeline|host|overlap|times|all|nodes|nic]
-//             [max_tokens=128] [zipf=0] [local=0] [stats=1] [copies=0] [shrink=0] [plugin=FILE]
+//             [max_tokens=128] [zipf=0] [local=0] [stats=1] [copies=0] [shrink=0] [plugin=FILE] [timeout_s=5]
+//
+// timeout_s: how long a rank waits for the others; more of it under compute-sanitizer.
 //
 // copies=1: rows of low-latency dispatch's send halves cross by copy engines (DK_TEAM_LL_COPY).
 //
@@ -88,6 +90,8 @@ void parse(int argc, char **argv) {
       s.experts = number;
     else if (name == "iterations")
       s.iterations = number;
+    else if (name == "timeout_s")
+      s.timeout_s = number;
     else if (name == "isa")
       s.isa = number;
     else if (name == "nvl_mb")

@@ -50,12 +50,14 @@ constexpr int kMaxBenchRanks = 64, kBenchSamples = 1024;
 
 struct Shape {
   int ranks = 4, nodes = 1, devices = 1, tokens = 4096, hidden = 7168, topk = 8, experts = 256, iterations = 30,
-      sms = 0, max_tokens = 128;
+      max_tokens = 128;
   uint32_t isa = 0;
   uint64_t nvl_bytes = 512ull << 20, rdma_bytes = 0;
   bool share_by_descriptor = true, keep_stats = true, copies = false, shrink = false;
-  double zipf = 0;
+  double zipf = 0, timeout_s = 5;
   const char *plugin = nullptr;  // NVSHMEM's test transport, which joins the nodes
+
+  uint64_t timeout_ns() const { return static_cast<uint64_t>(timeout_s * 1e9); }
 };
 
 // Ranks of several nodes are processes, which share this page; of one node threads.
@@ -105,7 +107,7 @@ struct Rank {
     p.team = team;
     p.stream = stream;
     p.call = ++calls;
-    p.timeout_ns = 5000000000ull;
+    p.timeout_ns = world->shape.timeout_ns();
     p.num_sms = num_sms;
   }
   void barrier() {

@@ -60,7 +60,7 @@ void check_counts(Rank &rank, const Arrays &a, const Routing &routing, uint64_t 
   w.host_word = as_address(&a.counts->seq);
   w.at_least = call;
   w.host_status = as_address(rank.status);
-  w.timeout_ns = 5000000000ull;
+  w.timeout_ns = rank.world->shape.timeout_ns();
   DK(host_wait, w);
   EXPECT(a.counts->num_recv_tokens == a.rows, "counts: %d rows, not %d", a.counts->num_recv_tokens, a.rows);
   std::vector<int> experts(L, 0), matrix(R * R, 0);

@@ -126,6 +126,9 @@ struct Piece {
   uint64_t target, source, word;
   uint32_t bytes, room;  // room: where the target or the source, which has an address of the poster's, goes on
   bool first, last, dropped, outside;
+
+  __device__ bool whole() const { return dropped || room == bytes; }  // no address in between
+  __device__ uint32_t chunks() const { return whole() && (dropped || bytes == 0) ? 1 : (room + kChunk - 1) / kChunk; }
 };
 
 // The operation from its byte `at` on.
@@ -178,8 +181,55 @@ __device__ inline void send_piece(const WorkerState &at, WorkerShared &s, const 
   arrival.result_flag = post.result_flag;
 }
 
-// One warp: takes queues in turn and passes their operations through the port, several at once: a lane has an operation
-// of one chunk, or a chunk of a longer one.
+// A lane's share of a turn: of the queue's operations, which lanes have in order, the chunk with the lane's number.
+struct Share {
+  Piece piece;
+  uint32_t operation;        // its place among the lanes' operations
+  uint32_t chunks;           // of the turn, at most `limit`
+  uint32_t complete, begun;  // operations that end in this turn; bytes of the one after them that it moves
+};
+
+__device__ inline Share share_out(const Piece &operation, bool has_operation, uint32_t limit) {
+  const int lane = worker_lane();
+  const uint32_t mine = has_operation ? operation.chunks() : 0;
+  uint32_t until = mine;  // chunks of all lanes up to this one
+  for (int by = 1; by < 32; by *= 2) {
+    const uint32_t lower = __shfl_up_sync(kAll, until, by);
+    if (lane >= by) until += lower;
+  }
+  // What follows an address where the memory goes on elsewhere waits for the next turn.
+  const int usable = leading(__ballot_sync(kAll, has_operation && operation.whole())) + 1;
+  const uint32_t from = until - mine;
+  const bool begins = has_operation && lane < usable && from < limit;
+  const uint32_t starts = __reduce_or_sync(kAll, begins ? 1u << from : 0);
+  const uint32_t begun = static_cast<uint32_t>(__popc(starts));
+  Share share{};
+  share.complete = static_cast<uint32_t>(__popc(__ballot_sync(kAll, begins && operation.whole() && until <= limit)));
+  share.chunks = __reduce_max_sync(kAll, begins ? until < limit ? until : limit : 0);
+  share.operation = static_cast<uint32_t>(__popc(starts & (kAll >> (31 - lane)))) - 1;
+
+  const int of = static_cast<int>(share.operation);
+  const uint32_t at = (static_cast<uint32_t>(lane) - __shfl_sync(kAll, from, of)) * kChunk;
+  const uint32_t room = __shfl_sync(kAll, operation.room, of), bytes = __shfl_sync(kAll, operation.bytes, of);
+  share.piece.target = __shfl_sync(kAll, operation.target, of) + at;
+  share.piece.source = __shfl_sync(kAll, operation.source, of) + at;
+  share.piece.word = __shfl_sync(kAll, operation.word, of);
+  share.piece.first = __shfl_sync(kAll, operation.first, of) != 0 && at == 0;
+  share.piece.dropped = __shfl_sync(kAll, operation.dropped, of) != 0;
+  share.piece.outside = __shfl_sync(kAll, operation.outside, of) != 0;
+  const uint32_t left = at < room ? room - at : 0;
+  share.piece.bytes = share.piece.dropped || left < kChunk ? left : kChunk;
+  share.piece.last = at + share.piece.bytes == bytes;
+  if (share.complete < begun) {
+    const int next = static_cast<int>(share.complete);
+    const uint32_t moved = (share.chunks - __shfl_sync(kAll, from, next)) * kChunk;
+    const uint32_t there = __shfl_sync(kAll, operation.room, next);
+    share.begun = moved < there ? moved : there;
+  }
+  return share;
+}
+
+// One warp: takes queues in turn and passes their operations through the port, up to 32 chunks at once.
 __device__ inline void schedule(const WorkerParams &p, WorkerShared &s) {
   WorkerState *state = p.state;
   const int num_queues = state->num_queues, lane = worker_lane();
@@ -200,33 +250,14 @@ __device__ inline void schedule(const WorkerParams &p, WorkerShared &s) {
 
     const int q = turn.pick(waiting);
     const uint32_t picked = s.picked[q], before = __shfl_sync(kAll, done_bytes, q);
-    uint32_t limit = (waiting & (waiting - 1)) != 0 ? kTurn : 32;
-    limit = limit < room ? limit : room;
-    const uint32_t posts = __shfl_sync(kAll, there, q);
+    const uint32_t limit = (waiting & (waiting - 1)) != 0 ? kTurn : 32, posts = __shfl_sync(kAll, there, q);
     const bool has_post = static_cast<uint32_t>(lane) < posts;
-    const Post *post = &s.fifo[q][(picked + (has_post ? static_cast<uint32_t>(lane) : 0)) % kFifo];
-    Piece piece = piece_of(p, s, *post, lane == 0 || !has_post ? before : 0);
-    const bool whole = piece.dropped || (piece.bytes <= kChunk && piece.bytes == piece.room);
-    uint32_t count = static_cast<uint32_t>(leading(__ballot_sync(kAll, has_post && whole))), complete = 0, moved = 0;
-    if (count != 0) {
-      count = count < limit ? count : limit;
-      complete = count;
-    } else {  // chunks of the first operation
-      post = &s.fifo[q][picked % kFifo];
-      piece.target = __shfl_sync(kAll, piece.target, 0) + static_cast<uint64_t>(lane) * kChunk;
-      piece.source = __shfl_sync(kAll, piece.source, 0) + static_cast<uint64_t>(lane) * kChunk;
-      piece.word = __shfl_sync(kAll, piece.word, 0);
-      const uint32_t left = __shfl_sync(kAll, piece.bytes, 0), until = __shfl_sync(kAll, piece.room, 0);
-      const uint32_t begin = static_cast<uint32_t>(lane) * kChunk;
-      piece.bytes = begin >= until ? 0 : until - begin < kChunk ? until - begin : kChunk;
-      piece.first = before == 0 && lane == 0;
-      piece.last = begin + piece.bytes == left;
-      piece.dropped = false;
-      count = (until + kChunk - 1) / kChunk;
-      count = count < limit ? count : limit;
-      moved = count * kChunk < until ? count * kChunk : until;
-      complete = moved == left ? 1 : 0;
-    }
+    const Post &mine_now = s.fifo[q][(picked + (has_post ? static_cast<uint32_t>(lane) : 0)) % kFifo];
+    const Share share =
+        share_out(piece_of(p, s, mine_now, lane == 0 || !has_post ? before : 0), has_post, limit < room ? limit : room);
+    const Piece &piece = share.piece;
+    const Post *post = &s.fifo[q][(picked + share.operation) % kFifo];
+    const uint32_t count = share.chunks;
     const bool goes = static_cast<uint32_t>(lane) < count, copies = goes && piece.bytes != 0 && !piece.dropped;
     const uint64_t on_wire = piece.dropped ? 0 : piece.bytes + (piece.last ? post->word_bytes : 0u);
     const uint64_t time = goes ? port_time(timing, on_wire, piece.first) : 0;
@@ -247,10 +278,10 @@ __device__ inline void schedule(const WorkerParams &p, WorkerShared &s) {
     __syncwarp();
     chunks += static_cast<uint64_t>(__popc(copying));
     scheduled += count;
-    if (lane == q) done_bytes = complete != 0 ? 0 : before + moved;
+    if (lane == q) done_bytes = (share.complete != 0 ? 0 : before) + share.begun;
     if (lane == 0) {
       ptx::st_release_cta(&s.scheduled, scheduled);
-      if (complete != 0) ptx::st_release_cta(&s.picked[q], picked + complete);
+      if (share.complete != 0) ptx::st_release_cta(&s.picked[q], picked + share.complete);
     }
     __syncwarp();
   }
