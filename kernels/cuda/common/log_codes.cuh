@@ -10,16 +10,20 @@ namespace deepep {
 struct BlockRange {
   uint32_t low, high;
 };
-__device__ __forceinline__ BlockRange range_of_chunk(const uint4 &data) {  // of 8 channels
+// Both in one word, so that one maximum joins two ranges: the greatest, and above it what the least lacks to 0x7fff.
+__device__ __forceinline__ uint32_t packed_range_of_chunk(const uint4 &data) {  // of 8 channels
+  constexpr uint32_t kMagnitudes = 0x7fff7fff;
   const uint32_t words[4] = {data.x, data.y, data.z, data.w};
-  BlockRange range{0x7fff, 0};
+  uint32_t high = 0, lack = 0;  // of the lower and of the upper channels
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    const uint32_t a = words[i] & 0x7fff, b = words[i] >> 16 & 0x7fff;
-    range.low = min(range.low, min(a, b));
-    range.high = max(range.high, max(a, b));
+    high = ptx::max_u16x2(high, words[i] & kMagnitudes);
+    lack = ptx::max_u16x2(lack, ~words[i] & kMagnitudes);
   }
-  return range;
+  return ptx::max_u16x2((high & 0xffff) | lack << 16, high >> 16 | (lack & 0xffff0000));
+}
+__device__ __forceinline__ BlockRange unpack_range(uint32_t packed) {
+  return {0x7fff - (packed >> 16), packed & 0xffff};
 }
 // Other blocks stay BF16: LogFMT would not serve them.
 __device__ __forceinline__ bool is_log_coded(const BlockRange &range) {
@@ -42,29 +46,27 @@ __device__ __forceinline__ LogRange log_range(const BlockRange &bits) {
 // the same part of the step in log2 for all codes of a block, so that a code is one logarithm, scaled and rounded.
 // Numbers become integers, and integers numbers, by their bits: the unit for logarithms would do that too, and is what
 // the kernel waits for.
-struct LogEncoder {
-  float lowest, first, per_step, bias;
+struct alignas(16) LogEncoder {
+  float half_lowest, first, scale, shift;  // scaled and shifted, code 1 is 0 and code 511 is 1
 };
 __device__ __forceinline__ LogEncoder log_encoder(const LogRange &range) {
-  LogEncoder encoder;
-  encoder.lowest = range.lowest;
-  encoder.first = range.first;
-  encoder.per_step = ptx::reciprocal(range.step);
-  encoder.bias = 1.5f - ptx::log2(fmaf(0.5f, ptx::exp2(range.step), 0.5f)) * encoder.per_step;
-  return encoder;
+  constexpr float kSteps = 510;
+  const float per_step = ptx::reciprocal(range.step),
+              midpoint = ptx::log2(fmaf(0.5f, ptx::exp2(range.step), 0.5f)) * per_step;
+  return {0.5f * range.lowest, range.first, per_step * (1 / kSteps), (0.5f - midpoint) * (1 / kSteps)};
 }
 __device__ __forceinline__ uint32_t log_encode(const LogEncoder &encoder, uint32_t bf16) {
-  const uint32_t sign = bf16 >> 15 << 9;
+  const uint32_t sign = bf16 >> 6 & 512;
   const float magnitude = __uint_as_float((bf16 & 0x7fff) << 16);
-  if (magnitude + magnitude < encoder.lowest) return sign;  // nearer to zero than to code 1
-  const float place = fmaf(ptx::log2(fmaxf(magnitude, encoder.lowest)) - encoder.first, encoder.per_step, encoder.bias);
+  const float place = ptx::fma_saturated(ptx::log2(magnitude) - encoder.first, encoder.scale, encoder.shift);
   constexpr float kUnits = 0x1.8p23f;  // a float of this size has whole units
-  return sign | (__float_as_uint(fminf(fmaxf(place, 1.0f), 511.0f) + kUnits) & 511);
+  const uint32_t code = __float_as_uint(fmaf(place, 510.0f, kUnits + 1)) & 511;
+  return sign | (magnitude < encoder.half_lowest ? 0 : code);  // or it is nearer to zero than to code 1
 }
 // The first 8 codes: those of 8 channels.
 template <int kCodes>
-__device__ __forceinline__ void log_encode_chunk(const LogRange &range, const uint4 &data, uint32_t (&codes)[kCodes]) {
-  const LogEncoder encoder = log_encoder(range);
+__device__ __forceinline__ void log_encode_chunk(const LogEncoder &encoder, const uint4 &data,
+                                                 uint32_t (&codes)[kCodes]) {
   const uint32_t words[4] = {data.x, data.y, data.z, data.w};
 #pragma unroll
   for (int i = 0; i < 4; ++i) {

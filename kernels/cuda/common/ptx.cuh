@@ -157,6 +157,22 @@ __device__ __forceinline__ float reciprocal(float x) {
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
+// a * b + c, from 0 to 1; a sum that is no number is 0.
+__device__ __forceinline__ float fma_saturated(float a, float b, float c) {
+  float y;
+  asm("fma.rn.ftz.sat.f32 %0, %1, %2, %3;" : "=f"(y) : "f"(a), "f"(b), "f"(c));
+  return y;
+}
+// Of each half of a word.
+__device__ __forceinline__ uint32_t max_u16x2(uint32_t a, uint32_t b) {
+#if __CUDA_ARCH__ >= 900
+  uint32_t y;
+  asm("max.u16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
+  return y;
+#else
+  return __vmaxu2(a, b);
+#endif
+}
 __device__ __forceinline__ uint64_t global_timer_ns() {
   uint64_t now;
   asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));

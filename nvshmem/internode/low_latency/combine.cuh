@@ -78,7 +78,8 @@ __device__ inline void send_rows(const InternodeLlCombineParams &c, uint64_t epo
 constexpr int kNoSum = -1;
 struct ExpertRows {  // shared: the rows that make up a token; count kNoSum: its sum is NaN
   const uint8_t *row[kMaxTopk];
-  uint4 coded[kMaxTopk];  // LogFMT: the row's header
+  uint4 coded[kMaxTopk];        // LogFMT: the row's header
+  bool is_all_coded[kMaxTopk];  // LogFMT: no block stays BF16
   float weight[kMaxTopk];
   uint32_t kind[kMaxTopk];
   int32_t count;
@@ -163,7 +164,11 @@ __device__ inline void await_expert_rows(const InternodeLlParams &p, const uint6
     const int n = __popc(rows & ((1u << lane) - 1));
     const uint8_t *row = list->row[n] = mine_at(p, expert_row_at(p, e.theirs, expert, token));
     list->kind[n] = signal_value(word);
-    if (is_logfmt(signal_value(word))) list->coded[n] = ptx::ld_stream(row);
+    if (is_logfmt(signal_value(word))) {
+      const uint4 coded = list->coded[n] = ptx::ld_stream(row);
+      const int blocks = p.hidden / kScaleChannels;
+      list->is_all_coded[n] = coded_before(coded, blocks) == blocks;
+    }
     list->weight[n] = is_sum(signal_value(word)) ? 1.0f : e.weight;
   }
   if (lane == 0) list->count = __popc(rows);
@@ -178,21 +183,26 @@ __device__ __forceinline__ void add_expert_rows(const InternodeLlCombineParams &
   float sum[8] = {none, none, none, none, none, none, none, none};
   for (int first = 0; first < list->count; first += kRows) {
     uint4 data[kRows];
+    uint32_t place[kRows];  // of a row in LogFMT
 #pragma unroll
     for (int n = 0; n < kRows; ++n) {
       if (first + n >= list->count) continue;
       const uint8_t *row = list->row[first + n];
-      if (kLogfmt && is_logfmt(list->kind[first + n]))
-        data[n] = load_wire_part(row, list->coded[first + n], chunk);
-      else
+      if (kLogfmt && is_logfmt(list->kind[first + n])) {
+        const int block = chunk / 16;
+        place[n] = list->is_all_coded[first + n] ? (kLogHeader + block * kLogBlockBytes) | kCodedPlace
+                                                 : place_of_block(list->coded[first + n], block);
+        data[n] = load_wire_part(row, place[n], chunk % 16);
+      } else {
         data[n] = ptx::ld_stream(row + 16 * chunk);
+      }
     }
 #pragma unroll
     for (int n = 0; n < kRows; ++n) {
       if (first + n >= list->count) continue;
       const float weight = list->weight[first + n];
       if (kLogfmt && is_logfmt(list->kind[first + n]))
-        add_wire_part(data[n], list->coded[first + n], chunk, weight, sum);
+        add_wire_part(data[n], place[n], chunk % 16, weight, sum);
       else
         add_weighted(sum, data[n], weight);
     }

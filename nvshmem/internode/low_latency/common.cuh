@@ -66,7 +66,8 @@ struct InternodeLlParams : LowLatencyArguments {
   int32_t num_local, stage;  // experts of a rank; combine: index of the buffer at `at.stage`
   // Puts are stores over NVLink: the threads that call move the bytes, and several warps may share a put.
   bool puts_are_stores;
-  uint32_t kept_at;  // combine in LogFMT: where in a block's shared memory groups keep their sums; 0: there is no room
+  uint32_t coding_at;  // combine that sends LogFMT: where in a block's shared memory its groups have their Coding
+  bool keeps_sums;     // there is room for the groups' sums behind it
 
   // Whether a dispatch's rows bring their tokens' weights. Shapes of small rows have no room for them.
   __device__ bool brings_weights() const { return topk_weights != nullptr && at.weights_at < at.row_bytes; }
@@ -327,20 +328,21 @@ __device__ inline bool await_source_call(const InternodeLlParams &p, uint64_t ep
   return false;
 }
 
+// By one thread, with shrink: the number of a source's call, 0 if the source is masked, before or by this wait.
+__device__ __noinline__ inline uint64_t await_source(const InternodeLlParams &p, uint64_t epoch, int source) {
+  const Session &s = p.session;
+  if (is_masked(s, source)) return 0;
+  const uint64_t start = ptx::global_timer_ns();
+  uint64_t since = 0, found = 0;
+  wait_or_mask(s, source, epoch, [&](int64_t &) { return await_source_call(p, epoch, source, since, found); });
+  if (is_control_block()) s.team.scratch->wait_ns[source] = ptx::global_timer_ns() - start;
+  return found;
+}
 // Whole block of a receive half: writes the number of each source's call to shared calls[R]; 0: the source is masked,
 // before or by this wait. Without shrink it is this call's number.
 __device__ inline void find_source_calls(const InternodeLlParams &p, uint64_t epoch, uint64_t *calls) {
-  const Session &s = p.session;
-  for (int r = threadIdx.x; r < s.team.num_ranks; r += kLlThreads) {
-    uint64_t found = p.shrinks() ? 0 : epoch;
-    if (p.shrinks() && !is_masked(s, r)) {
-      const uint64_t start = ptx::global_timer_ns();
-      uint64_t since = 0;
-      wait_or_mask(s, r, epoch, [&](int64_t &) { return await_source_call(p, epoch, r, since, found); });
-      if (is_control_block()) s.team.scratch->wait_ns[r] = ptx::global_timer_ns() - start;
-    }
-    calls[r] = found;
-  }
+  for (int r = threadIdx.x; r < p.session.team.num_ranks; r += kLlThreads)
+    calls[r] = p.shrinks() ? await_source(p, epoch, r) : epoch;
   __syncthreads();
 }
 

@@ -21,6 +21,16 @@ __device__ __forceinline__ int counter_id() {
 }
 __device__ __forceinline__ void sync_counters() { ptx::barrier_among<kCounters>(1 + kLlGroups); }
 
+// With shrink: whether the blocks agree that a source's counts have come. Reads them if another block saw them.
+__device__ __noinline__ inline bool agree_on_counts(const InternodeLlParams &p, uint64_t epoch, int source, bool here,
+                                                    uint64_t &theirs, uint64_t &word) {
+  if (decide_arrival(p.session, epoch, source, here ? kArrived : kAbsent) != kArrived) return false;
+  if (here) return true;
+  if (theirs == 0 && !find_source_call(p, epoch, source, theirs)) return false;
+  word = ptx::ld_acquire_sys(mine_at<uint64_t>(p, message_word_at(p, theirs, source)));
+  return is_from(word, theirs, source);
+}
+
 // By the counters: waits for the counts of all sources.
 __device__ inline void await_counts(const InternodeLlParams &p, uint64_t epoch, const SourceTables &tables) {
   const Session &s = p.session;
@@ -31,15 +41,7 @@ __device__ inline void await_counts(const InternodeLlParams &p, uint64_t epoch, 
                   seen = static_cast<int64_t>(word >> 32);
                   return is_from(word, theirs, r);
                 });
-    if (p.shrinks()) {
-      const bool agreed = decide_arrival(s, epoch, r, here ? kArrived : kAbsent) == kArrived;
-      if (agreed && !here &&
-          (theirs != 0 || find_source_call(p, epoch, r, theirs))) {  // another block saw the counts: they are in memory
-        word = ptx::ld_acquire_sys(mine_at<uint64_t>(p, message_word_at(p, theirs, r)));
-        here = is_from(word, theirs, r);
-      }
-      here = here && agreed;
-    }
+    if (p.shrinks()) here = agree_on_counts(p, epoch, r, here, theirs, word);
     tables.rows[r] = here ? static_cast<int32_t>(min(signal_value(word), static_cast<uint32_t>(p.max_tokens))) : 0;
     tables.calls[r] = here ? theirs : 0;
   }
@@ -179,13 +181,16 @@ __device__ inline void spread_row(const InternodeLlDispatchParams &d, const RowP
     for (int u = 0; u < kUnroll; ++u) {
       const int at = first + u * kLlGroupThreads;
       if (at >= chunks) continue;
+#pragma unroll 1
       for (int n = 0; n < count; ++n)
         ptx::st_stream(d.recv_x + static_cast<uint64_t>(list->row[n]) * row_bytes + 16 * at, data[u]);
     }
   }
   for (int n = thread; n < count; n += kLlGroupThreads) p.src_info[list->row[n]] = list->token;
+#pragma unroll 1
   for (int64_t at = thread; at < num_scales; at += kLlGroupThreads) {
     const uint32_t value = at == thread ? first_scale : load_scale(at);
+#pragma unroll 1
     for (int n = 0; n < count; ++n) d.recv_scales[list->scales[n] + at * step] = value;
   }
 }
@@ -237,32 +242,36 @@ __global__ void __launch_bounds__(kLlThreads, 1) dispatch(const __grid_constant_
   const InternodeLlParams &p = d.call;
   begin_timeline();
   const int first = static_cast<int>(blockIdx.x);
-  const TokenLoads loads = p.sends() ? load_token(d, first) : TokenLoads{};
+  TokenLoads loads = p.sends() ? load_token(d, first) : TokenLoads{};
   const uint64_t epoch = epoch_of_call(p), number = p.state->num_received + 1;
   const SlotLoads slots = p.sends() ? load_slots(p, epoch, false) : SlotLoads{};
   auto *base = reinterpret_cast<int32_t *>(calls + p.session.team.num_ranks);
   if (begin(p.session)) {
     if (p.sends() && is_counting_block(p)) count_tokens(p, base);
     if (is_control_block()) post_low_latency(p, epoch, false);
-    if (p.sends() && first < p.num_tokens) find_route(p, first, loads, &route);
     mark(kMarkBegun, threadIdx.x == 0);
-    const bool good = !p.sends() || await_empty_slots(p, epoch, slots, false);
-    mark(kMarkEmpty, threadIdx.x == 0);
-    if (p.sends() && good) {
-      if (is_counting_block(p)) {
-        send_token_counts(p, epoch, base);
-        mark(kMarkCounted, threadIdx.x == 0);
-      }
-      if (first < p.num_tokens) send_token(d, epoch, first, loads, &route);
-      for (int token = first + static_cast<int>(gridDim.x); token < p.num_tokens; token += gridDim.x) {
-        const TokenLoads more = load_token(d, token);
-        __syncthreads();  // the route of the token before has been used
-        find_route(p, token, more, &route);
+    bool good = true;
+    // One loop for a block's first token, which nearly all blocks have alone, and others: a second copy of the code
+    // would lie between parts that are run (RATIONALE.md).
+    for (int token = first; p.sends(); token += gridDim.x) {
+      if (token < p.num_tokens) find_route(p, token, loads, &route);
+      if (token == first) {
+        good = await_empty_slots(p, epoch, slots, false);
+        mark(kMarkEmpty, threadIdx.x == 0);
+        if (good && is_counting_block(p)) {
+          send_token_counts(p, epoch, base);
+          mark(kMarkCounted, threadIdx.x == 0);
+        }
+      } else {
         __syncthreads();
-        send_token(d, epoch, token, more, &route);
       }
-      mark(kMarkSent, threadIdx.x == 0);
+      if (!good || token >= p.num_tokens) break;
+      send_token(d, epoch, token, loads, &route);
+      if (token + static_cast<int>(gridDim.x) >= p.num_tokens) break;
+      loads = load_token(d, token + static_cast<int>(gridDim.x));
+      __syncthreads();  // the route has been used
     }
+    if (p.sends() && good) mark(kMarkSent, threadIdx.x == 0);
     if (is_control_block()) publish_newest_by_last_warp(p.session.team);  // while rows are in flight
     if (p.receives() && good) {
       find_source_calls(p, epoch, calls);

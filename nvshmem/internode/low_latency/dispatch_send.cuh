@@ -88,6 +88,7 @@ __device__ inline void read_route(const InternodeLlParams &p, const TokenLoads &
 // Sets a bit for each of the route's experts and ranks that one of these indices names.
 __device__ __forceinline__ void match_route(const InternodeLlParams &p, const SendRoute *route,
                                             const int (&named)[kIndices], uint32_t &experts, uint32_t &ranks) {
+#pragma unroll 1
   for (int k = 0; k < p.num_topk && p.at.header_bytes != 0; ++k) {
     const int expert = route->expert[k];
     bool found = false;
@@ -95,6 +96,7 @@ __device__ __forceinline__ void match_route(const InternodeLlParams &p, const Se
     for (int j = 0; j < kIndices; ++j) found |= named[j] == expert;
     experts |= static_cast<uint32_t>(found && expert >= 0) << k;
   }
+#pragma unroll 1
   for (int n = 0; n < route->num_ranks; ++n) {
     const int first = route->rank[n] * p.num_local;
     bool found = false;
@@ -111,6 +113,7 @@ __device__ inline void count_earlier_tokens(const InternodeLlParams &p, int toke
   for (int first = warp_id() * kWarp; first < token; first += kLlThreads) {
     const int earlier = first + lane_id();
     uint32_t experts = 0, ranks = 0;
+#pragma unroll 1
     for (int base = 0; base < p.num_topk; base += kIndices) {
       if (base == 0 && earlier == static_cast<int>(threadIdx.x)) {
         match_route(p, route, loads.named, experts, ranks);
@@ -120,6 +123,7 @@ __device__ inline void count_earlier_tokens(const InternodeLlParams &p, int toke
       load_named(p, earlier, token, base, named);
       match_route(p, route, named, experts, ranks);
     }
+#pragma unroll 1
     for (int k = 0; k < p.num_topk; ++k) {
       const uint32_t of_expert = __popc(__ballot_sync(kAllLanes, experts >> k & 1)),
                      of_rank = __popc(__ballot_sync(kAllLanes, ranks >> k & 1));
@@ -149,7 +153,7 @@ __device__ inline void stage_fp8_row(const InternodeLlParams &p, const uint4 *x,
 }
 
 // Whole block: FP4, the caller's bytes or a cast of the row, 32 channels a thread; the scales are written after it.
-__device__ inline void stage_fp4_row(const InternodeLlDispatchParams &d, int token, uint8_t *to) {
+__device__ __noinline__ inline void stage_fp4_row(const InternodeLlDispatchParams &d, int token, uint8_t *to) {
   const InternodeLlParams &p = d.call;
   const bool casts = p.format == DK_FORMAT_NVFP4;
   const uint8_t *x = d.x + static_cast<uint64_t>(token) * (casts ? 2 * p.hidden : p.hidden / 2);

@@ -30,16 +30,18 @@ __device__ __forceinline__ uint32_t log_block_at(const uint4 &coded, int block) 
   return kLogHeader + block * kPlainBlockBytes -
          static_cast<uint32_t>(coded_before(coded, block)) * (kPlainBlockBytes - kLogBlockBytes);
 }
+// Where a block lies in the row, with a bit that says whether it is coded.
+constexpr uint32_t kCodedPlace = 1u << 31;
+__device__ __forceinline__ uint32_t place_of_block(const uint4 &coded, int block) {
+  return log_block_at(coded, block) | (is_coded(coded, block) ? kCodedPlace : 0);
+}
 
 // By a whole warp: 16 lanes have a block each.
 __device__ __forceinline__ BlockRange range_of_block(const uint4 &data) {
-  BlockRange range = range_of_chunk(data);
+  uint32_t range = packed_range_of_chunk(data);
 #pragma unroll
-  for (int step = 1; step < 16; step *= 2) {
-    range.low = min(range.low, __shfl_xor_sync(kAllLanes, range.low, step));
-    range.high = max(range.high, __shfl_xor_sync(kAllLanes, range.high, step));
-  }
-  return range;
+  for (int step = 1; step < 16; step *= 2) range = ptx::max_u16x2(range, __shfl_xor_sync(kAllLanes, range, step));
+  return unpack_range(range);
 }
 
 // By a warp, two blocks at a time: this lane's 8 channels, zeros past the end of the row.
@@ -60,15 +62,25 @@ __device__ inline uint4 choose_coded(const uint8_t *row, int hidden) {
           __shfl_sync(kAllLanes, mine, 3)};
 }
 
-__device__ inline void encode_part(uint8_t *at, int part, const uint4 &data, const BlockRange &bits) {
+// A block's range, after its codes.
+__device__ __forceinline__ void write_range(uint8_t *block, const BlockRange &bits) {
+  ptx::st_stream(block + 160, {bits.high << 15 | bits.low, 0, 0, 0});
+}
+__device__ inline void encode_part(uint8_t *at, int part, const uint4 &data, const LogEncoder &encoder) {
   uint32_t codes[8];
-  log_encode_chunk(log_range(bits), data, codes);
+  log_encode_chunk(encoder, data, codes);
   const uint32_t rest = codes[6] | codes[7] << 10;
   auto *out = reinterpret_cast<uint32_t *>(at);
   out[part] = codes[0] | codes[1] << 10 | codes[2] << 20 | (rest >> 16 & 3) << 30;
   out[16 + part] = codes[3] | codes[4] << 10 | codes[5] << 20 | rest >> 18 << 30;
   reinterpret_cast<uint16_t *>(at + 128)[part] = static_cast<uint16_t>(rest);
-  if (part < 4) out[40 + part] = part == 0 ? bits.high << 15 | bits.low : 0;
+}
+// 8 channels of the block that lies at `place`.
+__device__ inline void write_part(uint8_t *row, uint32_t place, int part, const uint4 &data, const BlockRange &bits) {
+  uint8_t *at = row + (place & ~kCodedPlace);
+  if ((place & kCodedPlace) == 0) return ptx::st_stream(at + 16 * part, data);
+  encode_part(at, part, data, log_encoder(log_range(bits)));
+  if (part == 0) write_range(at, bits);
 }
 
 // By a warp: writes the wire format of a row. Returns its bytes.
@@ -79,31 +91,24 @@ __device__ inline uint32_t encode_row(const uint8_t *row, uint8_t *to, int hidde
     const int block = first + lane / 16;
     const uint4 data = load_part(row, block, blocks);
     const BlockRange bits = range_of_block(data);
-    if (block >= blocks) continue;
-    uint8_t *at = to + log_block_at(coded, block);
-    if (is_coded(coded, block))
-      encode_part(at, part, data, bits);
-    else
-      ptx::st_stream(at + 16 * part, data);
+    if (block < blocks) write_part(to, place_of_block(coded, block), part, data, bits);
   }
   __syncwarp();
   return log_block_at(coded, blocks);
 }
 
-// 8 channels of a received row as they lie there; `coded` is its header. Of a coded block: the words of codes 0 to 2,
+// 8 channels of a received row as they lie there, of the block at `place`. Of a coded block: the words of codes 0 to 2,
 // of codes 3 to 5, of codes 6 and 7 of two lanes, and the range.
-__device__ __forceinline__ uint4 load_wire_part(const uint8_t *row, const uint4 &coded, int chunk) {
-  const int block = chunk / 16, part = chunk % 16;
-  const uint8_t *at = row + log_block_at(coded, block);
-  if (!is_coded(coded, block)) return ptx::ld_stream(at + 16 * part);
+__device__ __forceinline__ uint4 load_wire_part(const uint8_t *row, uint32_t place, int part) {
+  const uint8_t *at = row + (place & ~kCodedPlace);
+  if ((place & kCodedPlace) == 0) return ptx::ld_stream(at + 16 * part);
   const auto *words = reinterpret_cast<const uint32_t *>(at);
   return {ptx::ld_relaxed_sys(words + part), ptx::ld_relaxed_sys(words + 16 + part),
           ptx::ld_relaxed_sys(words + 32 + part / 2), ptx::ld_relaxed_sys(words + 40)};
 }
 // Adds them, times weight.
-__device__ inline void add_wire_part(const uint4 &data, const uint4 &coded, int chunk, float weight, float (&sum)[8]) {
-  const int block = chunk / 16, part = chunk % 16;
-  if (!is_coded(coded, block)) return add_weighted(sum, data, weight);
+__device__ inline void add_wire_part(const uint4 &data, uint32_t place, int part, float weight, float (&sum)[8]) {
+  if ((place & kCodedPlace) == 0) return add_weighted(sum, data, weight);
   const uint32_t first = data.x, second = data.y, pair = data.z, bits = data.w;
   const uint32_t rest = (part % 2 != 0 ? pair >> 16 : pair & 0xffff) | first >> 30 << 16 | second >> 30 << 18;
   const LogRange range = log_range({bits & 0x7fff, bits >> 15 & 0x7fff});

@@ -152,15 +152,15 @@ inline int32_t fill_combine(const dk_ll_combine_params *p, const LowLatencyTeam 
   c->call.stage = zero_copy ? p->x == second : team.next_stage;
   c->call.at.stage = team.view.rdma + c->call.stage * c->call.at.stage_bytes;
   static_cast<LowLatencyCombineBuffers &>(*c) = low_latency_buffers(p);
-  const auto tables = align_up<uint32_t>(static_cast<uint32_t>(shared_bytes(p, team.view.num_ranks)), 16);
-  const bool keeps = (p->flags & DK_LL_LOGFMT) != 0 && (p->phases & DK_PHASE_SEND) != 0;
-  if (keeps && tables + kLlGroups * kept_bytes(p->hidden) <= team.max_shared) c->call.kept_at = tables;
+  if ((p->flags & DK_LL_LOGFMT) == 0 || (p->phases & DK_PHASE_SEND) == 0) return DK_OK;
+  c->call.coding_at = align_up<uint32_t>(static_cast<uint32_t>(shared_bytes(p, team.view.num_ranks)), 16);
+  c->call.keeps_sums = c->call.coding_at + kLlGroups * (coding_bytes(p->hidden) + 2 * p->hidden) <= team.max_shared;
   return DK_OK;
 }
 // Dynamic shared memory of a combine that fill_combine has filled in.
 inline size_t combine_shared_bytes(const dk_ll_combine_params *p, const InternodeLlCombineParams &c) {
-  return c.call.kept_at != 0 ? c.call.kept_at + kLlGroups * kept_bytes(p->hidden)
-                             : shared_bytes(p, c.call.session.team.num_ranks);
+  if (c.call.coding_at == 0) return shared_bytes(p, c.call.session.team.num_ranks);
+  return c.call.coding_at + kLlGroups * (coding_bytes(p->hidden) + (c.call.keeps_sums ? 2 * p->hidden : 0));
 }
 
 }  // namespace deepep::internode

@@ -247,91 +247,90 @@ __device__ __forceinline__ void store_piece(uint8_t *to, int base, int chunks, c
     if (base + u * kLlGroupThreads < chunks) ptx::st_stream(to + 16 * (base + u * kLlGroupThreads), data[u]);
 }
 
-struct KeptSum {  // shared, of a group: a sum and the ranges of its blocks; null: there is no room
-  uint4 *chunks;
-  uint32_t *ranges;
+// Chunks that a thread has at a time.
+constexpr int kPieceChunks = 4;
+
+struct Coding {  // shared, of a group that sends LogFMT: what the codes of a sum's blocks need
+  LogEncoder *encoders;
+  uint32_t *ranges, *places;
+  uint4 *sum;  // null: there is no room for it
 };
-__host__ __device__ inline uint32_t kept_bytes(int hidden) {
-  return 2 * hidden + align_up<uint32_t>(4 * static_cast<uint32_t>(hidden / kScaleChannels), 16);
+__host__ __device__ inline uint32_t coding_bytes(int hidden) {
+  return align_up<uint32_t>(static_cast<uint32_t>(hidden / kScaleChannels) * (sizeof(LogEncoder) + 8), 16);
 }
-__device__ __forceinline__ KeptSum kept_sum(const InternodeLlParams &p, void *shared, int group) {
-  if (p.kept_at == 0) return {nullptr, nullptr};
-  auto *at = static_cast<uint8_t *>(shared) + p.kept_at + group * kept_bytes(p.hidden);
-  return {reinterpret_cast<uint4 *>(at), reinterpret_cast<uint32_t *>(at + 2 * p.hidden)};
-}
-
-// By a group: chooses the blocks to be coded, sets list->coded, keeps the piece.
-template <int kChunks>
-__device__ __forceinline__ void choose_piece(SumList *list, int base, int chunks, const uint4 (&data)[kChunks],
-                                             const KeptSum &kept) {
-#pragma unroll
-  for (int u = 0; u < kChunks; ++u) {
-    const int chunk = base + u * kLlGroupThreads;
-    const BlockRange bits = range_of_block(data[u]);
-    if (chunk >= chunks) continue;
-    if (kept.chunks != nullptr) kept.chunks[chunk] = data[u];
-    if (chunk % 16 != 0) continue;
-    if (kept.chunks != nullptr) kept.ranges[chunk / 16] = bits.high << 15 | bits.low;
-    if (is_log_coded(bits)) atomicOr(&list->coded[chunk / 512], 1u << (chunk / 16 % 32));
-  }
-}
-template <int kChunks>
-__device__ __forceinline__ void encode_piece(uint8_t *to, int base, int chunks, const uint4 &coded,
-                                             const uint4 (&data)[kChunks], const KeptSum &kept) {
-#pragma unroll
-  for (int u = 0; u < kChunks; ++u) {
-    const int chunk = base + u * kLlGroupThreads, block = chunk / 16, part = chunk % 16;
-    BlockRange bits;
-    if (kept.chunks != nullptr) {
-      const uint32_t range = chunk < chunks ? kept.ranges[block] : 0;
-      bits = {range & 0x7fff, range >> 15};
-    } else {
-      bits = range_of_block(data[u]);
-    }
-    if (chunk >= chunks) continue;
-    uint8_t *at = to + log_block_at(coded, block);
-    if (is_coded(coded, block))
-      encode_part(at, part, data[u], bits);
-    else
-      ptx::st_stream(at + 16 * part, data[u]);
-  }
+__device__ __forceinline__ Coding coding_of(const InternodeLlParams &p, void *shared, int group) {
+  if (p.coding_at == 0) return {};
+  const uint32_t blocks = p.hidden / kScaleChannels, bytes = coding_bytes(p.hidden);
+  auto *at = static_cast<uint8_t *>(shared) + p.coding_at;
+  auto *encoders = reinterpret_cast<LogEncoder *>(at + group * bytes);
+  auto *ranges = reinterpret_cast<uint32_t *>(encoders + blocks);
+  auto *sums = reinterpret_cast<uint4 *>(at + kLlGroups * bytes);
+  return {encoders, ranges, ranges + blocks, p.keeps_sums ? sums + group * (p.hidden / 8) : nullptr};
 }
 
-// Chunks that a thread has at a time: of BF16, and where codes are made, which takes more registers.
-constexpr int kPieceChunks = 4, kCodedChunks = 2;
+// By a group, each chunk by one thread: which blocks are to be coded, and their ranges.
+__device__ __forceinline__ void choose_block(SumList *list, const Coding &coding, int chunk, int chunks,
+                                             const uint4 &data) {
+  const BlockRange bits = range_of_block(data);
+  if (chunk >= chunks || chunk % 16 != 0) return;
+  coding.ranges[chunk / 16] = bits.high << 15 | bits.low;
+  if (is_log_coded(bits)) atomicOr(&list->coded[chunk / 512], 1u << (chunk / 16 % 32));
+}
+// By a group, each block by one thread: where it lies and how its codes are made. Writes the ranges of coded blocks.
+__device__ __forceinline__ void place_blocks(uint8_t *to, int blocks, const uint4 &coded, const Coding &coding,
+                                             int thread) {
+  for (int block = thread; block < blocks; block += kLlGroupThreads) {
+    const BlockRange bits{coding.ranges[block] & 0x7fff, coding.ranges[block] >> 15};
+    const uint32_t place = coding.places[block] = place_of_block(coded, block);
+    if ((place & kCodedPlace) == 0) continue;
+    coding.encoders[block] = log_encoder(log_range(bits));
+    write_range(to + (place & ~kCodedPlace), bits);
+  }
+}
 
 // By a group: writes a sum in LogFMT, or as it is where no block is coded. Returns its bytes. Which blocks are coded
-// must be known first, so the sum is kept until then; without room for it, it is made twice.
+// must be known first, so the sum is kept until then; without room for it, it is made again. The loops take a chunk at
+// a time: a call runs them once, and waits for code that is longer (RATIONALE.md).
 __device__ __noinline__ inline uint32_t write_logfmt_sum(const InternodeLlParams &p, SumList *list, uint8_t *to,
-                                                         const KeptSum &kept, int group, int thread, uint32_t &kind) {
+                                                         const Coding &coding, int group, int thread, uint32_t &kind) {
   const int chunks = p.hidden / 8;
 #pragma unroll 1
-  for (int first = 0; first < chunks; first += kPieceChunks * kLlGroupThreads) {
+  for (int base = thread; base < chunks && coding.sum != nullptr; base += kPieceChunks * kLlGroupThreads) {
     uint4 data[kPieceChunks];
-    sum_piece(list, first + thread, chunks, data);
-    choose_piece(list, first + thread, chunks, data, kept);
+    sum_piece(list, base, chunks, data);
+#pragma unroll
+    for (int u = 0; u < kPieceChunks; ++u)
+      if (base + u * kLlGroupThreads < chunks) coding.sum[base + u * kLlGroupThreads] = data[u];
   }
+  const auto chunk_of_sum = [&](int chunk) {  // zeros past the end
+    uint4 data[1]{};
+    if (coding.sum == nullptr)
+      sum_piece(list, chunk, chunks, data);
+    else if (chunk < chunks)
+      data[0] = coding.sum[chunk];
+    return data[0];
+  };
+#pragma unroll 1
+  for (int chunk = thread; chunk - thread < chunks; chunk += kLlGroupThreads)  // by whole warps
+    choose_block(list, coding, chunk, chunks, chunk_of_sum(chunk));
   ptx::barrier_among<kLlGroupThreads>(1 + group);
   const uint4 coded{list->coded[0], list->coded[1], list->coded[2], list->coded[3]};
   const bool any = (coded.x | coded.y | coded.z | coded.w) != 0;
   kind = any ? kSumLogfmt : kSumPlain;
-  if (any && thread == 0) ptx::st_stream(to, coded);
+  if (any) {
+    if (thread == 0) ptx::st_stream(to, coded);
+    place_blocks(to, p.hidden / kScaleChannels, coded, coding, thread);
+    ptx::barrier_among<kLlGroupThreads>(1 + group);
+  }
 #pragma unroll 1
-  for (int first = 0; first < chunks; first += kCodedChunks * kLlGroupThreads) {
-    uint4 data[kCodedChunks];
-    if (kept.chunks != nullptr) {  // what this thread has kept
-#pragma unroll
-      for (int u = 0; u < kCodedChunks; ++u) {
-        const int chunk = first + thread + u * kLlGroupThreads;
-        data[u] = chunk < chunks ? kept.chunks[chunk] : uint4{0, 0, 0, 0};
-      }
-    } else {
-      sum_piece(list, first + thread, chunks, data);
-    }
-    if (any)
-      encode_piece(to, first + thread, chunks, coded, data, kept);
+  for (int chunk = thread; chunk < chunks; chunk += kLlGroupThreads) {
+    const int block = chunk / 16, part = chunk % 16;
+    const uint32_t place = any ? coding.places[block] : static_cast<uint32_t>(block) * kPlainBlockBytes;
+    const uint4 data = chunk_of_sum(chunk);
+    if ((place & kCodedPlace) != 0)
+      encode_part(to + (place & ~kCodedPlace), part, data, coding.encoders[block]);
     else
-      store_piece(to, first + thread, chunks, data);
+      ptx::st_stream(to + place + 16 * part, data);
   }
   return any ? log_block_at(coded, p.hidden / kScaleChannels) : 2 * static_cast<uint32_t>(p.hidden);
 }
@@ -339,7 +338,7 @@ __device__ __noinline__ inline uint32_t write_logfmt_sum(const InternodeLlParams
 // By a group: inside the node the sum is made at its place, for another node in a place where a NIC can read it.
 // `place`: among those of the buffer of staged rows.
 __device__ inline void send_sum(const InternodeLlParams &p, uint64_t epoch, int dest, int64_t place, SumList *list,
-                                const KeptSum &kept, int group, int thread) {
+                                const Coding &coding, int group, int thread) {
   const TeamView &team = p.session.team;
   const int expert = team.rank * p.num_local + list->lowest_expert, token = list->token, chunks = p.hidden / 8;
   const uint64_t at = expert_row_at(p, epoch, expert, token);
@@ -347,7 +346,7 @@ __device__ inline void send_sum(const InternodeLlParams &p, uint64_t epoch, int 
                                         : mine_at(p, p.at.stage + static_cast<uint64_t>(place) * 2 * p.hidden);
   uint32_t kind = kSumPlain, bytes = 2 * static_cast<uint32_t>(p.hidden);
   if ((p.flags & DK_LL_LOGFMT) != 0) {
-    bytes = write_logfmt_sum(p, list, to, kept, group, thread, kind);
+    bytes = write_logfmt_sum(p, list, to, coding, group, thread, kind);
   } else {
 #pragma unroll 1
     for (int base = thread; base < chunks; base += kPieceChunks * kLlGroupThreads) {
@@ -392,7 +391,7 @@ __device__ inline void send_sums(const InternodeLlCombineParams &c, uint64_t epo
             thread = static_cast<int>(threadIdx.x) % kLlGroupThreads, workers = num_workers();
   if (static_cast<int>(blockIdx.x) >= workers) return;
   SumList *list = lists + group;
-  const KeptSum kept = kept_sum(p, shared, group);
+  const Coding coding = coding_of(p, shared, group);
   const int stride = kLlGroups * workers;
   for (int i = first_turn(); i < most * num_ranks; i += stride) {
     const auto [number, dest] = turn_of(p, i);
@@ -403,7 +402,7 @@ __device__ inline void send_sums(const InternodeLlCombineParams &c, uint64_t epo
     }
     ptx::barrier_among<kLlGroupThreads>(1 + group);
     if (list->count > 0)
-      send_sum(p, epoch, dest, static_cast<int64_t>(dest) * p.max_tokens + number, list, kept, group, thread);
+      send_sum(p, epoch, dest, static_cast<int64_t>(dest) * p.max_tokens + number, list, coding, group, thread);
     ptx::barrier_among<kLlGroupThreads>(1 + group);
   }
 }

@@ -52,7 +52,8 @@ __device__ inline void close_gaps(const Session &s, uint64_t epoch, const Dispat
 // By the last block, if a source was lost after its counts had come, or the call has failed: corrects what the other
 // blocks wrote.
 template <int kThreads>
-__device__ inline void mend_outputs(const Session &s, uint64_t epoch, const DispatchOutputs &out, bool failed) {
+__device__ __noinline__ inline void mend_outputs(const Session &s, uint64_t epoch, const DispatchOutputs &out,
+                                                 bool failed) {
   const int num_ranks = s.team.num_ranks;
   bool late = false;
   for (int r = threadIdx.x; r < num_ranks; r += kThreads) late |= s.team.scratch->late[r] == epoch;

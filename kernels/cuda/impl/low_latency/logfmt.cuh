@@ -38,7 +38,7 @@ __device__ __forceinline__ void send_logfmt_chunk(const uint4 &data, uint8_t *ro
   const int lane = lane_id() & 15;
   const BlockPlace place = block_place(row, at, chunks);
   uint32_t *info = infos + at / 16;
-  BlockRange bits = range_of_chunk(data);
+  BlockRange bits = unpack_range(packed_range_of_chunk(data));
   bits.low = __reduce_min_sync(half, bits.low);
   bits.high = __reduce_max_sync(half, bits.high);
   if (!is_log_coded(bits)) {
@@ -49,7 +49,7 @@ __device__ __forceinline__ void send_logfmt_chunk(const uint4 &data, uint8_t *ro
     return;
   }
   uint32_t codes[9] = {};
-  log_encode_chunk(log_range(bits), data, codes);
+  log_encode_chunk(log_encoder(log_range(bits)), data, codes);
 #pragma unroll
   for (int i = 0; i < 3; ++i)
     ptx::st_relaxed_sys(codes_of(place, lane, i),

@@ -90,6 +90,13 @@ void copy_words_wait() {
 inline float log2(float x) { return log2f(x); }
 inline float exp2(float x) { return exp2f(x); }
 inline float reciprocal(float x) { return 1 / x; }
+inline float fma_saturated(float a, float b, float c) {
+  const float y = fmaf(a, b, c);
+  return y > 0 ? fminf(y, 1) : 0;
+}
+inline uint32_t max_u16x2(uint32_t a, uint32_t b) {
+  return std::max(a & 0xffff, b & 0xffff) | std::max(a >> 16, b >> 16) << 16;
+}
 inline uint64_t global_timer_ns() { return emulate::clock_ns(); }
 template <int kThreads>
 void barrier_among(int index) {
