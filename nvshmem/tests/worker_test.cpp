@@ -224,6 +224,27 @@ bool peers_share_the_port() {
          one_at < first + (more.size() + 5 * kChunk) * kByteNs + 2 * kLatencyNs;
 }
 
+// A put of several chunks counts as one post. False: something was late.
+bool a_long_put_is_one_post() {
+  constexpr uint64_t kPostNs = 300000;
+  Rings rings;
+  EXPECT(rings.start(2, {kLatencyNs * 1000, 1024 * 10, kPostNs * 1000}) == 0);  // a byte takes 10 ps
+  std::vector<uint8_t> from(3 * kChunk, 1), to(from.size());
+  uint64_t word = 0, first = 0, last = 0;
+  run(
+      [&] {
+        first = emulate::now_ns();
+        rings.post(1, put_of(to.data(), from.data(), from.size()));
+        rings.post(1, word_of(&word, 8, Atomic::kSet, 1));
+        wait_until([&] { return __atomic_load_n(&word, __ATOMIC_ACQUIRE) != 0; });
+        last = emulate::now_ns();
+        stop();
+      },
+      [] {});
+  EXPECT(from == to && last >= first + 2 * kPostNs + kLatencyNs);
+  return last < first + 3 * kPostNs + kLatencyNs;
+}
+
 // What is late may be so because other processes have the cores, but not time and again.
 template <class F>
 void soon_in_time(F test) {
@@ -347,6 +368,7 @@ int main(int argc, char **argv) {
     emulate::start_network({seed, false}, {});
     soon_in_time(host_posts);
     soon_in_time(peers_share_the_port);
+    soon_in_time(a_long_put_is_one_post);
     kernels_post();
     words_and_losses();
     emulate::stop_network();
