@@ -36,6 +36,15 @@ struct WorkerShared {
 
 __device__ inline uint32_t tag_of(uint64_t chunk) { return static_cast<uint32_t>(chunk / kWindow) + 1; }
 __device__ inline int worker_lane() { return static_cast<int>(threadIdx.x % 32); }
+// Of all lanes up to this one.
+template <class T>
+__device__ inline T sum_to_lane(T value) {
+  for (int by = 1; by < 32; by *= 2) {
+    const T lower = __shfl_up_sync(kAll, value, by);
+    if (worker_lane() >= by) value += lower;
+  }
+  return value;
+}
 __device__ inline int leading(uint32_t ballot) { return ballot == kAll ? 32 : __ffs(static_cast<int>(~ballot)) - 1; }
 
 template <class T>
@@ -191,12 +200,7 @@ struct Share {
 
 __device__ inline Share share_out(const Piece &operation, bool has_operation, uint32_t limit) {
   const int lane = worker_lane();
-  const uint32_t mine = has_operation ? operation.chunks() : 0;
-  uint32_t until = mine;  // chunks of all lanes up to this one
-  for (int by = 1; by < 32; by *= 2) {
-    const uint32_t lower = __shfl_up_sync(kAll, until, by);
-    if (lane >= by) until += lower;
-  }
+  const uint32_t mine = has_operation ? operation.chunks() : 0, until = sum_to_lane(mine);
   // What follows an address where the memory goes on elsewhere waits for the next turn.
   const int usable = leading(__ballot_sync(kAll, has_operation && operation.whole())) + 1;
   const uint32_t from = until - mine;
@@ -260,12 +264,7 @@ __device__ inline void schedule(const WorkerParams &p, WorkerShared &s) {
     const uint32_t count = share.chunks;
     const bool goes = static_cast<uint32_t>(lane) < count, copies = goes && piece.bytes != 0 && !piece.dropped;
     const uint64_t on_wire = piece.dropped ? 0 : piece.bytes + (piece.last ? post->word_bytes : 0u);
-    const uint64_t time = goes ? port_time(timing, on_wire, piece.first) : 0;
-    uint64_t until = time;  // of all lanes up to this one
-    for (int by = 1; by < 32; by *= 2) {
-      const uint64_t lower = __shfl_up_sync(kAll, until, by);
-      if (lane >= by) until += lower;
-    }
+    const uint64_t time = goes ? port_time(timing, on_wire, piece.first) : 0, until = sum_to_lane(time);
     const uint64_t now = __shfl_sync(kAll, (ptx::global_timer_ns() - state->origin) * 1000, 0);
     const uint64_t begin = port.begin(now, __shfl_sync(kAll, until, 31));
     const uint64_t crossings = (post->flags & kReturns) != 0 ? 2 : 1, end = begin + until;

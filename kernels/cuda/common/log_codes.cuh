@@ -25,6 +25,9 @@ __device__ __forceinline__ uint32_t packed_range_of_chunk(const uint4 &data) {  
 __device__ __forceinline__ BlockRange unpack_range(uint32_t packed) {
   return {0x7fff - (packed >> 16), packed & 0xffff};
 }
+// On the wire: 30 bits.
+__device__ __forceinline__ uint32_t range_word(const BlockRange &range) { return range.high << 15 | range.low; }
+__device__ __forceinline__ BlockRange range_of_word(uint32_t word) { return {word & 0x7fff, word >> 15 & 0x7fff}; }
 // Other blocks stay BF16: LogFMT would not serve them.
 __device__ __forceinline__ bool is_log_coded(const BlockRange &range) {
   return range.high < 0x3f80 && range.low != range.high && __uint_as_float(range.high << 16) >= 0x1p-90f;

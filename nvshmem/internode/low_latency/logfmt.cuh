@@ -64,7 +64,7 @@ __device__ inline uint4 choose_coded(const uint8_t *row, int hidden) {
 
 // A block's range, after its codes.
 __device__ __forceinline__ void write_range(uint8_t *block, const BlockRange &bits) {
-  ptx::st_stream(block + 160, {bits.high << 15 | bits.low, 0, 0, 0});
+  ptx::st_stream(block + 160, {range_word(bits), 0, 0, 0});
 }
 __device__ inline void encode_part(uint8_t *at, int part, const uint4 &data, const LogEncoder &encoder) {
   uint32_t codes[8];
@@ -111,7 +111,7 @@ __device__ inline void add_wire_part(const uint4 &data, uint32_t place, int part
   if ((place & kCodedPlace) == 0) return add_weighted(sum, data, weight);
   const uint32_t first = data.x, second = data.y, pair = data.z, bits = data.w;
   const uint32_t rest = (part % 2 != 0 ? pair >> 16 : pair & 0xffff) | first >> 30 << 16 | second >> 30 << 18;
-  const LogRange range = log_range({bits & 0x7fff, bits >> 15 & 0x7fff});
+  const LogRange range = log_range(range_of_word(bits));
   const uint32_t codes[8] = {first, first >> 10, first >> 20, second, second >> 10, second >> 20, rest, rest >> 10};
 #pragma unroll
   for (int i = 0; i < 8; ++i) sum[i] = fmaf(log_decode(range, codes[i]), weight, sum[i]);

@@ -273,7 +273,7 @@ __device__ __forceinline__ void choose_block(SumList *list, const Coding &coding
                                              const uint4 &data) {
   const BlockRange bits = range_of_block(data);
   if (chunk >= chunks || chunk % 16 != 0) return;
-  coding.ranges[chunk / 16] = bits.high << 15 | bits.low;
+  coding.ranges[chunk / 16] = range_word(bits);
   if (is_log_coded(bits)) atomicOr(&list->coded[chunk / 512], 1u << (chunk / 16 % 32));
 }
 // By a group, each block by one thread: where it lies and how its codes are made. Writes the ranges of coded blocks.

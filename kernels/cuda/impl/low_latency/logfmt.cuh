@@ -55,7 +55,7 @@ __device__ __forceinline__ void send_logfmt_chunk(const uint4 &data, uint8_t *ro
     ptx::st_relaxed_sys(codes_of(place, lane, i),
                         kBlockThere | codes[3 * i] | codes[3 * i + 1] << 10 | codes[3 * i + 2] << 20);
   if (kWhole) ptx::st_relaxed_sys(codes_of(place, lane, 3), 0u);
-  if (lane == 0) ptx::st_relaxed_sys(info, kBlockThere | kBlockLogfmt | bits.high << 15 | bits.low);
+  if (lane == 0) ptx::st_relaxed_sys(info, kBlockThere | kBlockLogfmt | range_word(bits));
 }
 
 // By `threads` threads, a multiple of 32: sends a row of BF16 to a peer's slot.
@@ -102,7 +102,7 @@ __device__ __forceinline__ void add_logfmt(const Session &s, int peer, uint64_t 
     add_weighted(sum, exclusive_or(data, pattern_of(chunk.w & ~kBlockThere)), weight);
     return;
   }
-  const LogRange range = log_range({chunk.w & 0x7fff, chunk.w >> 15 & 0x7fff});
+  const LogRange range = log_range(range_of_word(chunk.w));
   const uint32_t words[3] = {chunk.x, chunk.y, chunk.z};
 #pragma unroll
   for (int i = 0; i < 3; ++i) {
