@@ -70,15 +70,8 @@ struct World {
   void launch(const char *name, int threads, Kernel kernel) {
     ++call;
     emulate::run(c.ranks(), [&](int rank) { return ranks[rank].grid; }, threads, kernel);
-    for (const Rank &r : ranks) {
-      if (r.scratch->sticky == 0) continue;
-      const dk_failure &f = r.status.failure;
-      fprintf(stderr,
-              "%s: rank %d failed: code %u, op %u, peer %d, field %u, expected %lld, seen %lld, waited %.3f s\n", name,
-              f.rank, f.code, f.op, f.peer, f.field, static_cast<long long>(f.expected), static_cast<long long>(f.seen),
-              static_cast<double>(f.waited_ns) * 1e-9);
-      quick_exit(1);
-    }
+    for (const Rank &r : ranks)
+      if (r.scratch->sticky != 0) end_with(r.status.failure, name, call);
     if (emulate::rows_under_way() != 0) {
       fprintf(stderr, "%s: the kernel ended while rows were in flight\n", name);
       quick_exit(1);
@@ -122,20 +115,7 @@ void notify(World &w) {
   for (Rank &r : w.ranks) r.grid = 2;
   w.launch("notify", kNotifyThreads, [&](int me) {
     Rank &r = w.ranks[me];
-    dk_notify_params n{};
-    n.tokens_per_rank = handle_to(r.per_rank.data());
-    n.tokens_per_expert = handle_to(r.per_expert.data());
-    n.token_in_rank = handle_to(r.in_rank.data());
-    n.num_tokens = r.tokens;
-    n.num_topk = c.topk;
-    n.num_experts = c.ranks() * c.local_experts;
-    n.expert_alignment = 1;
-    n.num_scales = c.num_scales;
-    n.hidden_bytes = 2 * c.hidden;
-    n.rank_prefix_matrix = handle_to(r.matrix.data());
-    n.send_head = handle_to(r.head.data());
-    n.counts = handle_to(r.counts.data());
-    InternodeNotifyParams p{{n, w.session(me, DK_OP_NOTIFY)}, r.internode};
+    InternodeNotifyParams p{{notify_arguments(c, r), w.session(me, DK_OP_NOTIFY)}, r.internode};
     deep_ep::internode::notify_dispatch(p);
   });
   for (int me = 0; me < c.ranks(); ++me) {
@@ -176,29 +156,14 @@ void make_outputs(World &w, bool cached) {
 void run_dispatch(World &w, int me, bool cached, bool placed) {
   const Case &c = w.c;
   Rank &r = w.ranks[me];
-  dk_dispatch_params a{};
-  a.x = handle_to(r.x.data());
-  a.scales = handle_to(r.scales.data());
-  a.scale_token_stride = c.num_scales;
-  a.scale_stride = 1;
-  a.flags = cached ? DK_DISPATCH_CACHED : 0;
-  a.num_topk = cached ? 0 : c.topk;
+  dk_dispatch_params a = dispatch_arguments(c, r, cached);
   a.index_bytes = c.index_bytes;
-  a.num_experts = cached ? 0 : c.ranks() * c.local_experts;
-  a.topk_idx = c.index_bytes == 8 ? handle_to(r.idx.data()) : handle_to(r.idx32.data());
-  a.topk_weights = handle_to(r.weights.data());
-  a.rank_prefix_matrix = handle_to(r.matrix.data());
-  a.send_head = handle_to(r.head.data());
-  a.num_tokens = r.tokens;
-  a.num_scales = c.num_scales;
-  a.num_recv_tokens = -1;
+  if (c.index_bytes != 8) {
+    a.topk_idx = handle_to(r.idx32.data());
+    a.recv_topk_idx = handle_to(r.recv_idx32.data());
+  }
   a.recv_segment = placed && !r.recv_x.empty() ? kSegment : -1;
   a.recv_segment_offset = kOffset;
-  a.recv_x = handle_to(r.recv_x.data());
-  a.recv_scales = handle_to(r.recv_scales.data());
-  a.recv_topk_idx = c.index_bytes == 8 ? handle_to(r.recv_idx.data()) : handle_to(r.recv_idx32.data());
-  a.recv_topk_weights = handle_to(r.recv_weights.data());
-  a.recv_src_idx = cached ? 0 : handle_to(r.src.data());
   DispatchParams d{a, w.session(me, DK_OP_DISPATCH)};
   d.row_bytes = 2 * c.hidden;
   InternodeDispatchParams p{d, r.internode, {}, {}, w.state(me)};
@@ -254,19 +219,8 @@ void combine(World &w) {
   const bool biased = pick(0, 1) == 1;
   w.launch("combine", CombineRoles::kThreads, [&](int me) {
     Rank &r = w.ranks[me];
-    dk_combine_params a{};
-    a.x = handle_to(r.y.data());
-    a.topk_weights = handle_to(r.recv_weights.data());
-    a.rank_prefix_matrix = handle_to(r.matrix.data());
-    a.send_head = handle_to(r.head.data());
-    a.recv_src_idx = handle_to(r.src.data());
+    dk_combine_params a = combine_arguments(c, r);
     if (biased) a.bias[1] = handle_to(r.x.data());
-    a.num_tokens = r.tokens;
-    a.num_recv_tokens = static_cast<int>(r.src.size());
-    a.hidden = c.hidden;
-    a.num_topk = c.topk;
-    a.combined_x = handle_to(r.combined.data());
-    a.combined_topk_weights = handle_to(r.sums.data());
     const CombineParams k{a, w.session(me, DK_OP_COMBINE), 2u * c.hidden};
     InternodeCombineParams p{k, r.internode, {}, {}, {}, {}, {}};
     shape_combine(p, r.grid, w.room, r.internode.puts_are_stores);

@@ -97,11 +97,7 @@ struct World {
   // Results of the running call are whole there.
   bool is_sound(int rank) const { return in[rank] && rank != lost; }
 
-  void watch(std::function<emulate::Life(int)> life) {
-    emulate::watch(std::move(life), [this](int from, int to, const void *word, const void *bytes) {
-      check_put(ranks[from], from, to, word, bytes);
-    });
-  }
+  void watch(std::function<emulate::Life(int)> life) { watch_puts(ranks, std::move(life)); }
   void lives_on() { watch(nullptr); }
 
   dk_failure refusal(int rank) { return take_refusal(ranks[rank].status); }
@@ -114,14 +110,7 @@ struct World {
     for (int me = 0; me < c.ranks(); ++me) {
       if (!is_sound(me)) continue;
       const dk_failure f = ranks[me].scratch->sticky != 0 ? ranks[me].status.failure : refusal(me);
-      if (f.code == 0) continue;
-      fprintf(stderr,
-              "%s, call %llu: rank %d failed: code %u, op %u, peer %d, field %u, expected %lld, seen %lld, waited %.3f "
-              "s\n",
-              name, static_cast<unsigned long long>(call), f.rank, f.code, f.op, f.peer, f.field,
-              static_cast<long long>(f.expected), static_cast<long long>(f.seen),
-              static_cast<double>(f.waited_ns) * 1e-9);
-      quick_exit(1);
+      if (f.code != 0) end_with(f, name, call);
     }
     if (!c.shrinks && emulate::rows_under_way() != 0) {
       fprintf(stderr, "%s: the kernel ended while rows were in flight\n", name);

@@ -65,11 +65,7 @@ struct World {
     return Session{ranks[rank].team, call + (op == DK_OP_COMBINE ? combine_ahead : 0), timeout_ns, op, DK_PHASE_BOTH};
   }
 
-  void watch(std::function<emulate::Life(int)> life) {
-    emulate::watch(std::move(life), [this](int from, int to, const void *word, const void *bytes) {
-      check_put(ranks[from], from, to, word, bytes);
-    });
-  }
+  void watch(std::function<emulate::Life(int)> life) { watch_puts(ranks, std::move(life)); }
   void lives_on() { watch(nullptr); }
 
   dk_failure refusal(int rank) { return take_refusal(ranks[rank].status); }
@@ -83,11 +79,7 @@ struct World {
     for (int me = 0; me < c.ranks(); ++me) {
       if (!in[me] || me == lost) continue;
       const dk_failure f = ranks[me].scratch->sticky != 0 ? ranks[me].status.failure : refusal(me);
-      if (f.code == 0) continue;
-      fprintf(stderr, "%s, call %llu: rank %d failed: code %u, op %u, peer %d, field %u, expected %lld, seen %lld\n",
-              name, static_cast<unsigned long long>(call), f.rank, f.code, f.op, f.peer, f.field,
-              static_cast<long long>(f.expected), static_cast<long long>(f.seen));
-      quick_exit(1);
+      if (f.code != 0) end_with(f, name, call);
     }
     overwrite_regions(ranks);
   }
@@ -126,20 +118,7 @@ inline void run_notify(World &w) {
   for (Rank &r : w.ranks) r.grid = 2;
   w.launch("notify", kNotifyThreads, [&](int me) {
     Rank &r = w.ranks[me];
-    dk_notify_params n{};
-    n.tokens_per_rank = handle_to(r.per_rank.data());
-    n.tokens_per_expert = handle_to(r.per_expert.data());
-    n.token_in_rank = handle_to(r.in_rank.data());
-    n.num_tokens = r.tokens;
-    n.num_topk = c.topk;
-    n.num_experts = c.experts();
-    n.expert_alignment = 1;
-    n.num_scales = c.num_scales;
-    n.hidden_bytes = 2 * c.hidden;
-    n.rank_prefix_matrix = handle_to(r.matrix.data());
-    n.send_head = handle_to(r.head.data());
-    n.counts = handle_to(r.counts.data());
-    ShrinkNotifyParams p{{n, w.session(me, DK_OP_NOTIFY)}, r.internode, r.shrink};
+    ShrinkNotifyParams p{{notify_arguments(c, r), w.session(me, DK_OP_NOTIFY)}, r.internode, r.shrink};
     deep_ep::internode::notify_dispatch_shrinking(p);
   });
 }
@@ -190,30 +169,8 @@ inline void prepare_dispatch(World &w, bool cached, int worst = -1, int blocks =
 inline void dispatch(World &w, int me, bool cached, int worst = -1) {
   const Case &c = w.c;
   Rank &r = w.ranks[me];
-  const int rows = static_cast<int>(r.recv_x.size() / (2 * c.hidden));
-  dk_dispatch_params a{};
-  a.x = handle_to(r.x.data());
-  a.scales = handle_to(r.scales.data());
-  a.scale_token_stride = c.num_scales;
-  a.scale_stride = 1;
-  a.flags = cached ? DK_DISPATCH_CACHED : 0;
-  a.num_topk = cached ? 0 : c.topk;
-  a.index_bytes = 8;
-  a.num_experts = cached ? 0 : c.experts();
-  a.topk_idx = handle_to(r.idx.data());
-  a.topk_weights = handle_to(r.weights.data());
-  a.rank_prefix_matrix = handle_to(r.matrix.data());
-  a.send_head = handle_to(r.head.data());
-  a.num_tokens = r.tokens;
-  a.num_scales = c.num_scales;
-  a.num_worst_tokens = worst < 0 ? 0 : rows;
-  a.num_recv_tokens = worst < 0 ? -1 : rows;
-  a.recv_segment = -1;
-  a.recv_x = handle_to(r.recv_x.data());
-  a.recv_scales = handle_to(r.recv_scales.data());
-  a.recv_topk_idx = handle_to(r.recv_idx.data());
-  a.recv_topk_weights = handle_to(r.recv_weights.data());
-  a.recv_src_idx = cached ? 0 : handle_to(r.src.data());
+  dk_dispatch_params a = dispatch_arguments(c, r, cached);
+  if (worst >= 0) a.num_worst_tokens = a.num_recv_tokens = static_cast<int>(r.recv_x.size() / (2 * c.hidden));
   DispatchParams d{a, w.session(me, DK_OP_DISPATCH)};
   d.row_bytes = 2 * c.hidden;
   ShrinkDispatchParams p{d, r.internode, r.shrink, pair_rings(r.team, d.row_bytes + 4ull * pair_words(d).end)};
@@ -290,19 +247,8 @@ inline void prepare_combine(World &w) {
 inline void combine(World &w, int me, bool biased) {
   const Case &c = w.c;
   Rank &r = w.ranks[me];
-  dk_combine_params a{};
-  a.x = handle_to(r.y.data());
-  a.topk_weights = handle_to(r.recv_weights.data());
-  a.rank_prefix_matrix = handle_to(r.matrix.data());
-  a.send_head = handle_to(r.head.data());
-  a.recv_src_idx = handle_to(r.src.data());
+  dk_combine_params a = combine_arguments(c, r);
   if (biased) a.bias[1] = handle_to(r.x.data());
-  a.num_tokens = r.tokens;
-  a.num_recv_tokens = static_cast<int>(r.y.size() / c.hidden);
-  a.hidden = c.hidden;
-  a.num_topk = c.topk;
-  a.combined_x = handle_to(r.combined.data());
-  a.combined_topk_weights = handle_to(r.sums.data());
   const CombineParams k{a, w.session(me, DK_OP_COMBINE), 2u * c.hidden};
   ShrinkCombineParams p{k, r.internode, r.shrink, pair_rings(r.team, k.row_bytes + 4ull * k.num_topk)};
   deep_ep::internode::combine_with_notify_shrinking(p);
