@@ -207,7 +207,7 @@ __device__ __forceinline__ uint32_t cast_e4m3_pair(float low, float high) {
 #define DEEPEP_HAS_FP8_INSTRUCTION 0
 #endif
 
-// ---- Shared memory that the compiler does not know for it ---------------------------------------------------------
+// ---- Shared memory that the compiler does not know for it -----------------------------------------------------------
 
 __device__ __forceinline__ uint32_t shared_address(const void *shared) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(shared));

@@ -1,0 +1,162 @@
+// combine_push.cuh - libdeepep_nvshmem.so, combine with a routing across nodes: what a record of a ring is, and the
+// warps that push records to the collector of their node (combine.cuh).
+#pragma once
+#include "cuda/impl/normal/expanded_sums.cuh"
+#include "internode/normal/combine.cuh"
+#include "internode/routed/lanes.cuh"
+
+namespace deepep::internode {
+
+struct RoutedCombineParams : InternodeCombineParams {
+  uint32_t header_bytes = 0;  // of a record
+  int32_t most_records = 0;   // of a token from another node
+};
+
+// A record of a ring: a header, then a row; with DK_COMBINE_UNREDUCED the rows of the token's choices. Weights: K; in
+// a node's sum K for each of its ranks, of those that have the token.
+struct RecordHeader {
+  int32_t token, last_choice, rows, reserved;
+};
+__host__ __device__ inline bool are_apart(const dk_combine_params &p) {
+  return (p.flags & (DK_COMBINE_UNREDUCED | DK_COMBINE_APART)) != 0;
+}
+__host__ __device__ inline uint32_t record_header_bytes(const dk_combine_params &p, int num_peers) {
+  return align_up<uint32_t>(sizeof(RecordHeader) + 4u * p.num_topk * (are_apart(p) ? 1 : num_peers), 16);
+}
+// Of a token from another node.
+__host__ __device__ inline int most_records(const dk_combine_params &p, int num_peers) {
+  return are_apart(p) ? min(p.num_topk, num_peers) : 1;
+}
+__device__ inline const RecordHeader *header_of(const uint8_t *record) {
+  return reinterpret_cast<const RecordHeader *>(record);
+}
+__device__ inline uint32_t *weights_in(uint8_t *record) { return reinterpret_cast<uint32_t *>(record) + 4; }
+__device__ inline uint32_t load_weight(const uint8_t *record, int at) {
+  return ptx::ld_relaxed_sys(reinterpret_cast<const uint32_t *>(record) + 4 + at);
+}
+__device__ inline int load_word(const int32_t *word) {
+  return static_cast<int>(ptx::ld_relaxed_sys(reinterpret_cast<const uint32_t *>(word)));
+}
+
+constexpr int kRoutedChannels = 180;  // as many as 20 SMs have warps that send them
+// All records of a token lie in the ring of its node together; a ring has room for twice as many, or there are fewer
+// channels. slots is 0 if a region is too small.
+inline RowRings record_rings(const TeamView &team, const NodeView &internode, uint64_t record_bytes, uint32_t most) {
+  RowRings at = row_rings(team, internode, record_bytes, kRoutedChannels, true);
+  if (at.slots == 0 || most <= 1) return at;
+  const uint64_t rows = at.half / internode.num_nodes / at.stride, local = team.nvl_bytes / team.num_ranks / at.stride;
+  at.channels = static_cast<uint32_t>(max<uint64_t>(1, min<uint64_t>(at.channels, rows / (2 * most))));
+  at.slots = static_cast<uint32_t>(min<uint64_t>(kMaxSlots, rows / at.channels));
+  at.piece = piece_of(at);
+  if (at.slots > at.piece && at.slots - at.slots % at.piece >= most) at.slots -= at.slots % at.piece;
+  at.local_slots = static_cast<uint32_t>(min<uint64_t>(kMaxSlots, local / at.channels));
+  if (at.slots < most) at.slots = 0;
+  return at;
+}
+
+// Shared memory of a warp that sums: rows by choice, and in the order of the sum.
+struct SumLists {
+  const uint8_t *by_choice[kWarp], *rows[kWarp];
+};
+
+// ---- Pushers: a stream is a channel's rows for tokens of a source ---------------------------------------------------
+
+// The rows of this rank for tokens of a source, as recv_src_metadata names them.
+struct NamedRows {
+  const int32_t *numbers;
+  int first, count, words, before;  // before: the number of the source's token 0
+  __device__ int token(int row) const { return numbers[static_cast<int64_t>(row) * words] - before; }
+  __device__ int last_choice(int row) const { return numbers[static_cast<int64_t>(row) * words + 1] % (words - 2); }
+};
+__device__ inline NamedRows named_rows(const RoutedCombineParams &p, int source) {
+  const TeamView &team = p.c.session.team;
+  const int first = rows_before(p.c.rank_prefix_matrix(), team.num_ranks, source, team.rank), words = p.c.num_topk + 2;
+  return {pointer<const int32_t>(p.c.recv_src_metadata) + static_cast<int64_t>(first) * words, first,
+          p.c.rank_prefix_matrix()[source * team.num_ranks + team.rank] - first, words, source * p.c.num_max_tokens};
+}
+
+struct TermsOf {  // what TermSender::send_sum() needs of a job
+  const CombineParams &p;
+};
+// Expanded: the sum of a row's terms, or the terms, to `payload`; their weights. Returns the rows there.
+__device__ inline int push_terms(const CombineParams &c, int row, uint8_t *payload, uint32_t *weights) {
+  const Terms terms = checked_terms(c, load_slot(c, row));
+  TermsOf job{c};
+  const TermSender<false, TermsOf> sender{job, nullptr};
+  each_sum(c, terms, payload, [&](uint32_t which, uint8_t *to) { sender.send_sum(terms, which, to); });
+  if (lane_id() < c.num_topk)
+    weights[lane_id()] =
+        c.topk_weights() == nullptr || terms.slot < 0 ? 0 : __float_as_uint(c.topk_weights()[terms.slot]);
+  if ((c.flags & DK_COMBINE_UNREDUCED) == 0) return 1;
+  return terms.wrong ? c.num_topk : __popc(terms.here);
+}
+
+template <bool kExpand>
+__device__ inline void push_record(const RoutedCombineParams &p, const NamedRows &rows, int row, uint8_t *to) {
+  const CombineParams &c = p.c;
+  const int64_t x_row = static_cast<int64_t>(rows.first) + row;
+  int count = 1;
+  if constexpr (kExpand) {
+    count = push_terms(c, static_cast<int>(x_row), to + p.header_bytes, weights_in(to));
+  } else {
+    copy_payload(to + p.header_bytes, nullptr, c.x() + x_row * c.row_bytes, c.row_bytes);
+    if (lane_id() < c.num_topk)
+      weights_in(to)[lane_id()] =
+          c.topk_weights() == nullptr ? 0 : __float_as_uint(c.topk_weights()[x_row * c.num_topk + lane_id()]);
+  }
+  if (lane_id() == 0) *reinterpret_cast<RecordHeader *>(to) = {rows.token(row), rows.last_choice(row), count, 0};
+}
+
+// False: what recv_src_metadata says of the row cannot be; the team fails.
+__device__ inline bool is_named_well(const RoutedCombineParams &p, const NamedRows &rows, int row) {
+  const int token = rows.token(row), last = rows.last_choice(row);
+  if (token >= 0 && token < p.c.num_max_tokens && last >= 0) return true;
+  if (lane_id() == 0)
+    report_failure(p.c.session, DK_EINVAL, p.c.session.team.rank, DK_FIELD_SRC_METADATA, rows.before,
+                   last < 0 ? last : rows.before + token, 0);
+  __syncwarp();
+  return false;
+}
+
+template <bool kExpand>
+__device__ inline Outcome serve_record_pusher(const RoutedCombineParams &p, uint64_t epoch, int stream,
+                                              BlockedStream &blocked) {
+  const TeamView &team = p.c.session.team;
+  const int source = (stream + team.rank) % team.num_ranks, channel = stream / team.num_ranks;
+  RowStream *state = p.lists.by_rank + stream;
+  if (state->closed != 0) return kDone;
+  const int node = p.internode.node_of(source), index = p.internode.index_of(source),
+            collector = p.internode.local_rank(index);
+  const NamedRows rows = named_rows(p, source);
+  uint8_t *block = team.peers[collector];
+  uint64_t *pushed = word_at(block, p.internode.at.pushed, push_index(p.internode, p.internode.index, node, channel));
+  const uint32_t taken = read_count(
+                     word_at(team.self, p.internode.at.taken, push_index(p.internode, index, node, channel)), epoch),
+                 before = state->count;
+  uint32_t pushed_rows = before;
+  int row = state->at;
+  bool last = false;
+  const InPhase phase(kPhaseCopy);
+  while (!last && pushed_rows < before + kSumsAtOnce) {
+    row = next_row_of<4>(p, rows, channel, row);
+    last = row >= rows.count;
+    if (last || pushed_rows - taken >= p.rings.local_slots) break;
+    if (!is_named_well(p, rows, row)) return kBlocked;
+    push_record<kExpand>(p, rows, row, block + p.rings.local(p.internode.index, node, channel, pushed_rows));
+    ++pushed_rows;
+    ++row;
+  }
+  if (last || pushed_rows != before) write_count(pushed, epoch, pushed_rows | (last ? kLastRow : 0));
+  if (lane_id() == 0) {
+    state->at = row;
+    state->count = pushed_rows;
+    state->closed = last;
+  }
+  __syncwarp();
+  if (last) return kDone;
+  if (pushed_rows != before) return kMoved;
+  blocked = {collector, static_cast<int64_t>(pushed_rows) - p.rings.local_slots + 1, taken};
+  return kBlocked;
+}
+
+}  // namespace deepep::internode
