@@ -168,6 +168,7 @@ struct Voter {
 
   __device__ void begin() {
     by.begin();
+#pragma unroll 1
     for (int w = 0; w < words(); ++w) {
       const int r = w * kWarp + lane_id();
       const uint32_t bits = __ballot_sync(kAllLanes, r < s.team.num_ranks && !is_without(s, r));
@@ -190,6 +191,7 @@ struct Voter {
     if (!by.read(r, version)) return false;
     uint32_t mine = 0;
     bool differs = false;
+#pragma unroll 1
     for (int w = 0; w < words(); ++w) {
       const uint32_t theirs = by.word_of(r, w);
       if (w == me / kWarp) mine = theirs >> (me % kWarp) & 1;
@@ -202,6 +204,7 @@ struct Voter {
       return false;
     }
     if ((version & kDecided) != 0) return true;
+#pragma unroll 1
     for (int w = 0; differs && w < words(); ++w) {
       const uint32_t theirs = by.word_of(r, w);  // may have lost more ranks by now
       if ((theirs >> (me % kWarp) & 1) != 0 || w != me / kWarp) heard |= (atomicAnd(&set()[w], theirs) & ~theirs) != 0;
@@ -212,12 +215,14 @@ struct Voter {
     uint64_t version;
     if (!by.read(r, version)) return false;
     bool same = true;
+#pragma unroll 1
     for (int w = 0; w < words(); ++w) same &= by.word_of(r, w) == ptx::ld_relaxed_gpu(&set()[w]);
     return same;
   }
 
   // A peer's decision holds for this rank too.
   __device__ void adopt(int r) {
+#pragma unroll 1
     for (int w = lane_id(); w < words(); w += kWarp) set()[w] = by.word_of(r, w);
     decided = true;
     __syncwarp();
@@ -227,16 +232,19 @@ struct Voter {
     const TeamView &team = s.team;
     const uint64_t version = hand.epoch * kNumber + ++revision * kRevision + (decided ? kDecided : 0);
     by.prepare_ballot(version, set(), words());
+#pragma unroll 1
     for (int w = 0; w < words(); ++w) {
       const int r = w * kWarp + lane_id();
       const bool told = r < team.num_ranks && r != team.rank && (team.scratch->told[w] >> lane_id() & 1) != 0;
       by.post_ballot(r, told, version, set(), words());
     }
+#pragma unroll 1
     for (int w = lane_id(); w < words(); w += kWarp) team.scratch->posted[w] = ptx::ld_relaxed_gpu(&set()[w]);
     __syncwarp();
   }
   __device__ bool has_posted_set() const {
     bool same = revision != 0;
+#pragma unroll 1
     for (int w = 0; w < words(); ++w) same &= s.team.scratch->posted[w] == ptx::ld_relaxed_gpu(&set()[w]);
     return same;
   }
@@ -248,6 +256,7 @@ struct Voter {
   }
   // By the notices, before any message is looked at: the messages of ranks that leave this one out are of other calls.
   __device__ int leaver() const {  // the lowest of this lane's ranks, -1: none
+#pragma unroll 1
     for (int w = 0; w < words(); ++w) {
       int r;
       if (looks_after(w, r) && r != s.team.rank && leaves_out(s, r)) return r;
@@ -262,6 +271,7 @@ struct Voter {
   __device__ bool post_message(int &missing) {
     missing = leaver();
     posted = __all_sync(kAllLanes, missing < 0) != 0;
+#pragma unroll 1
     for (int w = 0; posted && w < words(); ++w) {
       int r;
       const bool counted = looks_after(w, r);
@@ -277,6 +287,7 @@ struct Voter {
     int decider = -1;
     if (is_left_out()) return true;
     if (!posted && !post_message(missing)) return false;
+#pragma unroll 1
     for (int w = 0; w < words(); ++w) {
       int r;
       if (!looks_after(w, r)) continue;
@@ -300,6 +311,7 @@ struct Voter {
     }
     if (!__all_sync(kAllLanes, missing < 0)) return false;
     if (!has_posted_set()) post();
+#pragma unroll 1
     for (int w = 0; w < words(); ++w) {
       int r;
       if (looks_after(w, r) && r != s.team.rank && missing < 0 && !agrees(r)) missing = r;
@@ -400,6 +412,7 @@ struct Voter {
       report_refusal(s, kVoid, DK_ESTATE, left_by, DK_FIELD_MASKED, 0, left_by);
     }
     __syncwarp();
+#pragma unroll 1
     for (int w = 0; w < words(); ++w) {
       const int r = w * kWarp + lane_id();
       by.post_standing(r, r < team.num_ranks);
@@ -411,6 +424,7 @@ struct Voter {
     const TeamView &team = s.team;
     uint64_t newest = hand.epoch;
     bool refused = false;
+#pragma unroll 1
     for (int w = 0; w < words(); ++w) {
       const int r = w * kWarp + lane_id();
       const bool is_rank = r < team.num_ranks, counted = is_rank && has(r);
@@ -456,8 +470,7 @@ __device__ __noinline__ inline bool await_agreement(const Session &s, const Hand
   if (blockIdx.x == 0) {
     if (warp_id() == 0) agree(s, hand, by);
   } else if (threadIdx.x == 0) {  // block 0 ends its waits
-    uint64_t start;
-    poll_until(start, [&] { return ptx::ld_acquire_sys(&scratch->agreed) >= hand.epoch; }, [](uint32_t) { return 0u; });
+    spin_in_block([&] { return ptx::ld_acquire_sys(&scratch->agreed) >= hand.epoch; });
   }
   __syncthreads();
   ptx::fence_acq_rel_sys();

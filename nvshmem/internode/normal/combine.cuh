@@ -482,6 +482,7 @@ __device__ inline void reset_node_sums(const InternodeCombineParams &p, int firs
     const int channel = i / others, node = i % others + (i % others >= p.internode.node);
     uint32_t *taken =
         p.lists.node_rows_taken + (static_cast<int64_t>(node) * kMaxChannels + channel) * p.internode.num_peers;
+#pragma unroll 1
     for (int j = lane_id(); j < p.internode.num_peers; j += kWarp) taken[j] = 0;
     if (lane_id() == 0) p.lists.from_nodes[i] = {0, 0, 0, 0};
   }
@@ -490,6 +491,7 @@ __device__ inline void reset_node_sums(const InternodeCombineParams &p, int firs
 __device__ inline void reset_token_sums(const InternodeCombineParams &p, int first, int step, int count) {
   const int parts = p.internode.num_peers + p.internode.num_nodes;
   for (int i = first; i < count; i += step) {
+#pragma unroll 1
     for (int j = lane_id(); j < parts; j += kWarp) p.lists.token_rows_taken[static_cast<int64_t>(i) * parts + j] = 0;
     if (lane_id() == 0) p.lists.tokens[i] = {i, 0, 0, 0};
   }

@@ -120,6 +120,7 @@ __device__ inline SentRows send_near(const Params &p, uint64_t epoch, int channe
       const int token = first + (__ffs(static_cast<int>(found)) - 1) * step;
       const int32_t *heads = p.d.send_head() + static_cast<int64_t>(token) * team.num_ranks;
       bool others = false;
+#pragma unroll 1
       for (int i = lane_id(); i < p.internode.num_peers; i += kWarp)
         others |= i != p.internode.index && heads[p.internode.local_rank(i)] >= 0;
       others = __any_sync(kAllLanes, others) && credit != kAllRows;
@@ -157,6 +158,7 @@ __device__ inline SlowestReader slowest_reader(const InternodeDispatchParams &p,
   const uint64_t *tails = word_at(p.d.session.team.self, p.internode.at.tails,
                                   (static_cast<int64_t>(node) * kMaxChannels + channel) * p.internode.num_peers);
   SlowestReader slowest{kAllRows, 0};
+#pragma unroll 1
   for (int i = 0; i < p.internode.num_peers; ++i) {
     const uint32_t rows = count_in(ptx::ld_relaxed_sys(tails + i), epoch);
     if (rows < slowest.rows) slowest = {rows, i};
@@ -355,6 +357,7 @@ __device__ inline void pad_rows(const DispatchParams &d, int worker, int workers
   const int num_ranks = d.session.team.num_ranks;
   const int64_t arrived = d.rank_prefix_matrix()[(num_ranks - 1) * num_ranks + d.session.team.rank];
   const int64_t end = static_cast<int64_t>(d.num_worst_tokens) * d.num_topk;
+#pragma unroll 1
   for (int64_t i = arrived * d.num_topk + worker * kWarp + lane_id(); i < end;
        i += static_cast<int64_t>(workers) * kWarp) {
     if (d.recv_topk_weights() != nullptr) d.recv_topk_weights()[i] = 0;
@@ -389,6 +392,7 @@ __device__ inline void count_bytes_in_node(const InternodeDispatchParams &p) {
   for (int i = threadIdx.x; i < p.internode.num_peers; i += blockDim.x) {
     const int reader = p.internode.local_rank(i);
     uint64_t rows = rows_between(p.d, team.rank, reader);
+#pragma unroll 1
     for (int node = 0; node < p.internode.num_nodes; ++node)
       if (node != p.internode.node && reader != team.rank) rows += rows_between(p.d, p.internode.partner(node), reader);
     team.scratch->sent_bytes[reader] = rows * (p.d.row_bytes + 4ull * p.d.num_scales);
@@ -397,6 +401,7 @@ __device__ inline void count_bytes_in_node(const InternodeDispatchParams &p) {
 
 // Streams begin at their channel's first token.
 __device__ inline void reset_streams(RowStream *streams, int first, int step, int count, int channels) {
+#pragma unroll 1
   for (int i = first; i < count; i += step)
     if (lane_id() == 0) streams[i] = {i % channels, 0, 0, 0};
   __syncwarp();

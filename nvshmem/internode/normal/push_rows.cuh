@@ -350,6 +350,7 @@ __device__ inline Outcome serve_words(const InternodeDispatchParams &p, uint64_t
 // Those of this rank's rows begin at their channel's first token.
 __device__ inline void reset_pushers(const InternodeDispatchParams &p, int first, int step, int count) {
   const int channels = static_cast<int>(p.rings.channels);
+#pragma unroll 1
   for (int i = first; i < count; i += step) {
     if (lane_id() == 0) p.lists.from_nodes[i] = {i < channels ? i : 0, 0, 0, 0};
     if (lane_id() < p.internode.num_peers) words_pushed(p, node_pushed(p, i), i % channels)[lane_id()] = 0;

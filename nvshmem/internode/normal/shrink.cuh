@@ -144,6 +144,7 @@ struct PutPost {
   __device__ void prepare_ballot(uint64_t version, const uint32_t *set, int words) const {
     uint64_t *to = ballot_out();
     if (lane_id() == 0) ptx::st_relaxed_sys(to, version);
+#pragma unroll 1
     for (int w = lane_id(); w < words; w += kWarp)
       ptx::st_relaxed_sys(to + 1 + w, version << 32 | ptx::ld_relaxed_gpu(&set[w]));
     __syncwarp();
@@ -157,6 +158,7 @@ struct PutPost {
         return;
       }
       uint64_t *to = ballot(s.team.peers[rank], s.team.rank);
+#pragma unroll 1
       for (int w = lane_id(); w < words; w += kWarp) ptx::st_relaxed_sys(to + 1 + w, ptx::ld_relaxed_sys(from + 1 + w));
       __syncwarp();
       if (lane_id() == 0) ptx::st_release_sys(to, version);
@@ -357,6 +359,7 @@ __device__ inline PairRows pair_rows(const int32_t *matrix, int num_ranks, int s
 }
 
 __device__ inline void reset_pairs(RowStream *streams, int first, int step, int count) {
+#pragma unroll 1
   for (int i = first; i < count; i += step)
     if (lane_id() == 0) streams[i] = {0, 0, 0, 0};
   __syncwarp();

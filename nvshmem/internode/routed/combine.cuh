@@ -427,6 +427,7 @@ __device__ inline void run_routed_combine(const RoutedCombineParams &p, uint64_t
   SumLists &lists = lists_of_warps[warp];
   if (warp < Roles::kSenders) {
     const int first = warp * blocks + block, step = Roles::kSenders * blocks, count = s.team.num_ranks * channels;
+#pragma unroll 1
     for (int i = first; i < count; i += step)
       if (lane_id() == 0) p.lists.by_rank[i] = {0, 0, 0, 0};
     __syncwarp();

@@ -29,6 +29,7 @@ __device__ inline void sum_nodes(const RoutedNotifyParams &p) {
   };
   for (int u = threadIdx.x; sums < num_ranks && u < sums; u += blockDim.x) {
     int sum = 0;
+#pragma unroll 1
     for (int i = 0; i < num_ranks; ++i)
       if (i % sums <= u) sum += rows(i);
     p.psum_per_rank()[u] = sum;
@@ -36,6 +37,7 @@ __device__ inline void sum_nodes(const RoutedNotifyParams &p) {
   if (threadIdx.x != 0 || p.counts() == nullptr) return;
   const int first = team.rank / team.num_nvl_peers * team.num_nvl_peers;
   int remote = p.counts()->num_recv_tokens;
+#pragma unroll 1
   for (int i = first; i < min(first + team.num_nvl_peers, num_ranks); ++i) remote -= rows(i);
   p.counts()->num_recv_nodes_tokens = remote;
 }

@@ -56,6 +56,7 @@ struct CombineJob {
     const int r = dest_of(row);
     auto *to =
         reinterpret_cast<float *>(dests[r].meta + static_cast<uint64_t>(place_of(row, r).slot) * p.ring.meta_stride);
+#pragma unroll 1
     for (int k = lane_id(); k < p.num_topk; k += kWarp)
       to[k] = p.topk_weights() == nullptr ? 0 : p.topk_weights()[static_cast<int64_t>(row) * p.num_topk + k];
   }
@@ -72,6 +73,7 @@ struct CombineJob {
 __device__ inline CombineJob combine_job(const CombineParams &p, const CombineDest *dests, uint64_t epoch) {
   const int num_ranks = p.session.team.num_ranks, worker = warp_id() * gridDim.x + blockIdx.x;
   int longest = 0;
+#pragma unroll 1
   for (int r = 0; r < num_ranks; ++r) longest = max(longest, dests[r].num_rows);
   const bool roomy = longest <= static_cast<int>(p.ring.slots);
   const int dest = (worker + p.session.team.rank) % num_ranks;

@@ -18,6 +18,7 @@ template <bool kPushed = false>
 __device__ inline int piece_chunks(const CombineParams &p, const CombineSource *sources, const RingShape &ring,
                                    int usual = kSumPieceChunks) {
   int longest = 0;
+#pragma unroll 1
   for (int r = 0; r < p.session.team.num_ranks; ++r)
     if (!kPushed || !is_pushed(sources[r])) longest = max(longest, sources[r].num_rows);
   return longest <= static_cast<int>(ring.slots) ? usual : kWholeRow;
@@ -73,6 +74,7 @@ __device__ inline void sum_piece(const CombineParams &p, const CombineSource *so
   if (piece.first != 0 || p.combined_topk_weights() == nullptr) return;
   for (int k = lane_id(); k < p.num_topk; k += kWarp) {
     float sum = 0;
+#pragma unroll 1
     for (int r = 0; r < num_ranks; ++r) {
       const uint32_t stride = kPushed && is_pushed(sources[r]) ? p.num_topk * 4u : ring.meta_stride;
       if (slots[r] >= 0)
@@ -138,6 +140,7 @@ __device__ inline void reduce_tokens(const CombineParams &p, uint64_t epoch, con
         [&] { return missing; }, [&](int peer) { give_up_row(sources, slots, peer); });
     if (!good) return;
     __syncwarp();
+#pragma unroll 1
     for (int r = lane_id(); r < num_ranks; r += kWarp)
       if (slots[r] >= 0 && !(kPushed && is_pushed(sources[r])))
         slots[r] = static_cast<int>(ring_place(slots[r], ring.slots).slot);

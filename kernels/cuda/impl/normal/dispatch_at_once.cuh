@@ -134,6 +134,7 @@ struct AtOnce {
   // ---- Counting, by the whole block: every block counts all tokens, which is faster than to ask the others.
 
   __device__ void clear() const {
+#pragma unroll 1
     for (int r = threadIdx.x; r < num_ranks(); r += kAtOnceThreads) {
       uint8_t *nvl = s().team.peers[r] + s().team.nvl;
       part<AtOnceDest>(at.dests)[r] = {nvl + p.ring.payload(s().team.rank, 0), nvl + p.ring.meta(s().team.rank, 0)};
@@ -174,6 +175,7 @@ struct AtOnce {
   }
   // Without a routing: which ranks a token goes to says the caller.
   __device__ void read_token_in_rank() const {
+#pragma unroll 1
     for (int i = threadIdx.x; i < d().num_tokens * num_ranks(); i += kAtOnceThreads) {
       const Chunk at_rank = chunk_at(i, p.by_ranks);
       if (n().token_in_rank()[i] != 0) atomicOr(part<uint32_t>(at.masks) + at_rank.item, 1u << at_rank.at);
@@ -219,9 +221,11 @@ struct AtOnce {
     const int words = at_once_counts(d());
     for (int i = threadIdx.x; i < words; i += kAtOnceThreads) {
       const int32_t count = i < num_ranks() ? own_rows()[i] : part<int32_t>(at.total)[i - num_ranks()];
+#pragma unroll 1
       for (int r = 0; r < num_ranks(); ++r)
         ptx::st_relaxed_sys(counts_of(r, s().team.rank) + i, tagged_count(epoch, count));
     }
+#pragma unroll 1
     for (int r = threadIdx.x; r < num_ranks(); r += kAtOnceThreads)
       s().team.scratch->sent_bytes[r] = static_cast<uint64_t>(own_rows()[r]) * (d().row_bytes + 4ull * d().num_scales);
   }
@@ -310,6 +314,7 @@ struct AtOnce {
       for (int u = 0; u < kEarlyChunks; ++u) {
         const int number = base + u * kSendingThreads + static_cast<int>(threadIdx.x);
         const Chunk chunk = chunk_at(number, p.by_chunks);
+#pragma unroll 1
         for (int r = 0; number < all && r < num_ranks(); ++r) {
           const int place = place_at(chunk.item, r);
           if (place >= 0)
@@ -368,6 +373,7 @@ struct AtOnce {
       const Chunk word = chunk_at(number, p.by_words);
       const bool known = number == static_cast<int>(threadIdx.x) && word.at < d().num_scales + d().num_topk;
       const uint32_t value = known ? early.word : word_of(word.item, item_at(word.item), word.at);
+#pragma unroll 1
       for (int r = 0; r < num_ranks(); ++r) {
         const int place = place_at(word.item, r);
         if (place >= 0)
@@ -407,6 +413,7 @@ struct AtOnce {
       if (expert >= 0 && !is_expanded()) {
         const int rank = p.by_local.quotient(expert);
         bool last = true;
+#pragma unroll 1
         for (int later = choice.at + 1; later < topk; ++later) {
           const int other = expert_of(token, later);
           last &= other < 0 || p.by_local.quotient(other) != rank;
@@ -432,6 +439,7 @@ struct AtOnce {
   }
   __device__ int num_rows() const {
     int rows = 0;
+#pragma unroll 1
     for (int r = 0; r < num_ranks(); ++r) rows += rows_of(r);
     return rows;
   }
@@ -452,6 +460,7 @@ struct AtOnce {
     for (int e = threadIdx.x; e < local(); e += kAtOnceThreads) {
       const int expert = me * local() + e;
       int start = part<int32_t>(at.first)[expert];
+#pragma unroll 1
       for (int i = 0; i < me; ++i)
         start -= static_cast<int>(part<uint32_t>(at.table)[i * words + num_ranks() + expert]);
       part<int32_t>(at.starts)[e] = start;
@@ -463,6 +472,7 @@ struct AtOnce {
     const int mine = expert - s().team.rank * local();
     if (expert < 0 || mine < 0 || mine >= local()) return -1;
     int slot = part<int32_t>(at.starts)[mine] + number;
+#pragma unroll 1
     for (int i = 0; i < source; ++i)
       slot += static_cast<int>(part<uint32_t>(at.table)[i * at_once_counts(d()) + num_ranks() + expert]);
     return slot < d().num_expanded_tokens ? slot : -1;
@@ -488,6 +498,7 @@ struct AtOnce {
   template <class F>
   __device__ void each_place(int i, F f) const {
     if (!is_expanded()) return f(item_at(i));
+#pragma unroll 1
     for (int k = 0; k < d().num_topk; ++k)
       if (places_of(i)[k] >= 0) f(places_of(i)[k]);
   }
@@ -645,6 +656,7 @@ struct AtOnce {
       const auto alignment = static_cast<int64_t>(from->segment_offset);
       const int limit = from->row_limit;
       int rows = 0;
+#pragma unroll 1
       for (int i = 0; i < num_ranks(); ++i) rows += static_cast<int>(table().counts(i)[r]);
       good &= limit < 0 || rows <= limit;
       good &= !is_routed(d()) || alignment == n().expert_alignment;

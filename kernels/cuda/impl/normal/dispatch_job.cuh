@@ -26,6 +26,7 @@ struct DispatchJob {
   }
   __device__ void prefetch(int stage, int token) {
     const int num_ranks = p.session.team.num_ranks;
+#pragma unroll 1
     for (int r = lane_id(); r < num_ranks; r += kWarp)
       ptx::copy_word_async(&heads[stage * num_ranks + r], &p.send_head()[static_cast<int64_t>(token) * num_ranks + r]);
   }

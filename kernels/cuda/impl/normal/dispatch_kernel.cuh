@@ -258,6 +258,7 @@ __global__ void __launch_bounds__(DispatchRoles<kBulk>::kThreads, 1)
     if (agreed && set_up_dests(p, epoch, dests)) {
       const bool staged = __syncthreads_or(threadIdx.x == 0 && [&] {
         bool any = false;
+#pragma unroll 1
         for (int r = 0; r < s.team.num_ranks; ++r) any |= !dests[r].direct;
         return any;
       }());

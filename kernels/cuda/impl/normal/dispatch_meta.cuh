@@ -32,6 +32,7 @@ template <bool kRouted>
 __device__ inline void begin_common_meta(const DispatchParams &p, const MetaSpace &space, int first, int tokens) {
   const int row_words = static_cast<int>(p.meta.common_stride / 4), lane = lane_id();
   for (int t = 0; t < tokens; ++t)
+#pragma unroll 1
     for (int at = lane; at < p.num_scales; at += kWarp)
       ptx::copy_word_async(space.common() + t * row_words + at,
                            p.scales() + (first + t) * p.scale_token_stride + at * p.scale_stride);
@@ -43,6 +44,7 @@ __device__ inline void begin_common_meta(const DispatchParams &p, const MetaSpac
       ptx::copy_word_async(row + p.num_scales + k, p.topk_weights() + at);
     else
       row[p.num_scales + k] = 0;
+#pragma unroll 1
     for (int w = 0; w < words; ++w)
       ptx::copy_word_async(row + p.meta.numbers_at + k * words + w,
                            static_cast<const uint32_t *>(p.topk_idx()) + at * words + w);
@@ -91,6 +93,7 @@ __device__ inline void make_meta_rows(const DispatchParams &p, const MetaSpace &
   for (int j = 0; j < rows; ++j) {
     const auto *from = reinterpret_cast<const uint4 *>(space.common() + space.tokens(p)[j] * common_words);
     auto *to = reinterpret_cast<uint4 *>(out + j * row_words);
+#pragma unroll 1
     for (int c = lane_id(); c < row_words / 4; c += kWarp) to[c] = from[c];
   }
   __syncwarp();
@@ -123,6 +126,7 @@ __device__ inline void push_shared(uint8_t *to, const void *from, uint32_t bytes
     }
 #endif
   } else {
+#pragma unroll 1
     for (uint32_t at = 16 * lane_id(); at < bytes; at += 16 * kWarp)
       ptx::st_stream(to + at, *reinterpret_cast<const uint4 *>(static_cast<const uint8_t *>(from) + at));
   }
@@ -182,6 +186,7 @@ __device__ inline void publish_meta(const DispatchParams &p, const DispatchDest 
 #endif
   __syncwarp();
   ptx::fence_acq_rel_sys();
+#pragma unroll 1
   for (int i = lane_id(); i < (end - first) * num_ranks; i += kWarp) {
     const int r = i % num_ranks, head = p.send_head()[static_cast<int64_t>(first) * num_ranks + i];
     if (head < 0 || is_absent(p, dests[r])) continue;
@@ -213,6 +218,7 @@ __device__ inline int begin_meta(const DispatchParams &p, const MetaSpace &space
 // batch and what a receiving warp takes at a time.
 __device__ __noinline__ inline bool has_small_ring(const DispatchParams &p, const DispatchDest *dests) {
   bool small = false;
+#pragma unroll 1
   for (int r = lane_id(); r < p.session.team.num_ranks; r += kWarp) small |= dests[r].slots < kMetaChunk + kMetaBatch;
   return __any_sync(kAllLanes, small) != 0;
 }

@@ -70,9 +70,12 @@ struct ExpandedJob : DispatchJob {
     int32_t *to = words_of(stage);
     const auto *idx = static_cast<const uint32_t *>(p.topk_idx()) + static_cast<int64_t>(token) * indices;
     const int32_t *slots = pointer<const int32_t>(p.dst_slot) + static_cast<int64_t>(token) * p.num_topk;
+#pragma unroll 1
     for (int r = lane_id(); r < num_ranks; r += kWarp)
       ptx::copy_word_async(&to[r], &p.send_head()[static_cast<int64_t>(token) * num_ranks + r]);
+#pragma unroll 1
     for (int i = lane_id(); i < indices; i += kWarp) ptx::copy_word_async(&to[num_ranks + i], &idx[i]);
+#pragma unroll 1
     for (int k = lane_id(); k < p.num_topk; k += kWarp) ptx::copy_word_async(&to[num_ranks + indices + k], &slots[k]);
   }
   __device__ bool room(int stage, int row) const {
@@ -120,6 +123,7 @@ struct ExpandedJob : DispatchJob {
     const int32_t *words = words_of(stage);
     const int rank = rank_of_choice(stage),
               mine = rank < 0 ? -1 : words[num_ranks + p.num_topk * p.index_words() + lane_id()];
+#pragma unroll 1
     for (int r = 0; r < num_ranks; ++r) {
       if (kShares && shares_own && is_own(row) != (r == p.session.team.rank)) continue;
       const int head = words[r];

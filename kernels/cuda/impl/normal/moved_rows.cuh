@@ -10,6 +10,7 @@ namespace deepep {
 __device__ inline int most_rows_of_a_source(const DispatchParams &p) {
   const int num_ranks = p.session.team.num_ranks, me = p.session.team.rank;
   int most = 0;
+#pragma unroll 1
   for (int r = 0; r < num_ranks; ++r)
     most =
         max(most, p.rank_prefix_matrix()[r * num_ranks + me] - rows_before(p.rank_prefix_matrix(), num_ranks, r, me));

@@ -122,6 +122,7 @@ __device__ inline void run_routed_roles(const DispatchParams &p, const DispatchS
   const DispatchShared<kBulk> at(p, p.stage_bytes);
   const auto *dests = reinterpret_cast<const DispatchDest *>(shared + at.dests);
   bool staged = false;
+#pragma unroll 1
   for (int r = 0; r < p.session.team.num_ranks; ++r) staged |= !dests[r].direct;
   run_dispatch_roles<kBulk, true>(p, split, epoch, shared, staged, rows, metas);
 }

@@ -253,6 +253,7 @@ __device__ inline bool place_experts(const RoutedNotifyParams &p, const RoutingC
   for (int r = warp_id(); r < num_ranks; r += static_cast<int>(blockDim.x) / kWarp) {
     const bool without = is_out<kShrinks>(s, r);
     int64_t start = 0;  // rows of the experts before
+#pragma unroll 1
     for (int base = 0; base < local; base += kWarp) {
       const int e = base + lane_id(), expert = r * local + e;
       const bool mine = e < local;
@@ -312,6 +313,7 @@ __device__ inline void place_choices(const RoutedNotifyParams &p, const RoutingC
   int64_t wrong = -1;
   for_choices(p, wrong, [&](const Choice &c, int tokens) {
     const int64_t token = c.token - c.of_warp;  // the first one of this time
+#pragma unroll 1
     for (int i = lane_id(); i < tokens * num_ranks; i += kWarp) p.send_head()[token * num_ranks + i] = -1;
     const int row = next_number(mine, c.expert);
     const uint32_t together = same_key(c.rank < 0 ? -1 : c.of_warp * num_ranks + c.rank);
@@ -367,6 +369,7 @@ __global__ void __launch_bounds__(kRoutedNotifyThreads) notify_routed(const __gr
     const Handshake hand = routed_notify_handshake(p, epoch, wrong);
     const int copy = kShrinks ? own_copy(s.team, epoch) : static_cast<int>(epoch % kHandshakeCopies);
     sum_blocks(p, counts, [&](int at, int sum) {
+#pragma unroll 1
       for (int r = 0; r < s.team.num_ranks; ++r) s.team.counts(r, copy, s.team.rank)[at] = sum;
     });
     if (blockIdx.x == 0) {

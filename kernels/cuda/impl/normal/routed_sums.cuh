@@ -87,6 +87,7 @@ template <bool kShrinks, class Head>
 __device__ inline void put_heads(const CombineParams &p, uint64_t epoch, const CombineSource *sources, int32_t *slots,
                                  Head head_of) {
   __syncwarp();
+#pragma unroll 1
   for (int r = lane_id(); r < p.session.team.num_ranks; r += kWarp) {
     const int head = head_of(r);
     if (head >= sources[r].num_rows)
@@ -141,6 +142,7 @@ __device__ inline void take_weights(const CombineParams &p, const CombineSource 
 __device__ inline void give_credits(const CombineParams &p, uint64_t epoch, const CombineSource *sources, int token) {
   const int num_ranks = p.session.team.num_ranks;
   __syncwarp();
+#pragma unroll 1
   for (int r = lane_id(); r < num_ranks; r += kWarp) {
     const int head = p.send_head()[static_cast<int64_t>(token) * num_ranks + r];
     if (head < 0 || head + static_cast<int>(p.ring.slots) >= sources[r].num_rows) continue;

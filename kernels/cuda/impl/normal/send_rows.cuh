@@ -251,6 +251,7 @@ __device__ inline void publish_rows(SendQueue *queues, int num_queues, int per_r
       const int which = __ffs(static_cast<int>(left)) - 1;
       const uint32_t from = __shfl_sync(kAllLanes, published, which), to = __shfl_sync(kAllLanes, posted, which);
       const int pairs = static_cast<int>(to - from) * per_row;
+#pragma unroll 1
       for (int i = lane; i < pairs; i += kWarp)
         flags(queues[which].rows[(from + i / per_row) % kQueueLength], i % per_row);
       __syncwarp();
