@@ -42,7 +42,8 @@ type Failure struct {
 
 // Status is dk_status. The status block of a team: page-aligned host memory of DK_STATUS_BYTES bytes, zeroed,
 // registered with dk_host_register. The engine writes abort_word, abort_rank and dead, and clears `refused` and
-// codes of refusals; kernels write the rest; all access is atomic.
+// codes of refusals; dk_team_destroy sets abort_word, too, where the team's kernels still wait; kernels write the
+// rest; all access is atomic.
 type Status struct {
 	AbortWord uint32 // not 0: kernels leave every wait now, and record this DK_* code
 	AbortRank int32  // the rank to record as the culprit, -1: none

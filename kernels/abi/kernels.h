@@ -119,7 +119,8 @@ typedef struct dk_failure {
 #define DK_MAX_REFUSALS 8
 /* The status block of a team: page-aligned host memory of DK_STATUS_BYTES bytes, zeroed, registered with
  * dk_host_register. The engine writes abort_word, abort_rank and dead, and clears `refused` and codes of refusals;
- * kernels write the rest; all access is atomic. */
+ * dk_team_destroy sets abort_word, too, where the team's kernels still wait; kernels write the rest; all access is
+ * atomic. */
 typedef struct dk_status {
   uint32_t abort_word; /* not 0: kernels leave every wait now, and record this DK_* code */
   int32_t abort_rank;  /* the rank to record as the culprit, -1: none */

@@ -91,13 +91,6 @@ cudaError_t create_sums(Copies *copies) {
   return error;
 }
 
-// Sums without their receive half may wait for a rank that never calls.
-void end_waits(Team *team) {
-  const uint32_t code = DK_EABORTED;
-  (void)cudaMemcpyAsync(&team->view.scratch->sticky, &code, sizeof code, cudaMemcpyHostToDevice, team->device->service);
-  (void)cudaStreamSynchronize(team->device->service);
-}
-
 }  // namespace
 
 cudaError_t create_copies(Team *team, const uint64_t *blocks) {
@@ -117,12 +110,19 @@ cudaError_t create_copies(Team *team, const uint64_t *blocks) {
   return error;
 }
 
+void end_sums(Team *team) {
+  if (team->copies == nullptr) return;
+  bool summing = false;
+  for (const Copies::Flight &flight : team->copies->flights) summing |= flight.summing;
+  if (!summing) return;
+  uint32_t running = 0;
+  (void)__atomic_compare_exchange_n(&team->view.status->abort_word, &running, static_cast<uint32_t>(DK_EABORTED), false,
+                                    __ATOMIC_RELEASE, __ATOMIC_RELAXED);
+}
+
 void destroy_copies(Team *team) {
   Copies *copies = team->copies;
   if (copies == nullptr) return;
-  bool summing = false;
-  for (const Copies::Flight &flight : copies->flights) summing |= flight.summing;
-  if (summing) end_waits(team);
   (void)finish_copies(team);
   for (const Copies::Side &side : copies->sides) {
     for (cudaEvent_t done : side.done)

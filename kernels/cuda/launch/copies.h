@@ -41,6 +41,10 @@ struct Copies {
 
 // Of a team with DK_TEAM_LL_COPY; `blocks`: as host_peer_blocks of dk_team_create.
 cudaError_t create_copies(Team *team, const uint64_t *blocks);
+// Before a team is destroyed: ends the waits of sums whose receive half was never called, which may be for a rank that
+// never calls. By a store of the host, no call of CUDA: that would wait for another thread of the process which frees
+// memory of this device, and so for these sums.
+void end_sums(Team *team);
 void destroy_copies(Team *team);
 // Waits on the host until no copy is in flight.
 cudaError_t finish_copies(Team *team);

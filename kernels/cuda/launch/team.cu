@@ -191,6 +191,7 @@ DK_EXPORT int32_t dk_team_destroy(dk_team_destroy_params *p) {
   DK_ENTER(p);
   auto *team = handle_of<Team>(p->team);
   if (team == nullptr) return DK_EINVAL;
+  end_sums(team);
   const OnDevice on(team->device);
   free_team(team);
   return DK_OK;
