@@ -39,8 +39,11 @@ void show_roles(const Rank &rank, int op, int calls) {
   for (int role = 0; role < kNumRoles; ++role) {
     const RoleTimes &one = times[op][role];
     if (one.warps == 0) continue;
-    printf("    %-15s %3llu warps, %6.1f us each, longest %6.1f, last ends at %6.1f; each:", kRoles[role],
-           one.warps / calls, one.all * us / one.warps, one.longest * us, one.last * us);
+    printf(
+        "    %-15s %3llu warps, begin at %5.1f us, first move at %5.1f, last ends at %6.1f, %6.1f each, longest %6.1f; "
+        "each:",
+        kRoles[role], one.warps / calls, one.began * us / one.warps, one.moved * us / one.warps, one.last * us,
+        one.all * us / one.warps, one.longest * us);
     double rest = one.all * us / one.warps;
     for (int phase = 0; phase < kNumPhases; ++phase) {
       const double mine = one.phases[phase] * us / one.warps;

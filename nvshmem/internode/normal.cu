@@ -87,8 +87,7 @@ cudaError_t internode::load_normal_kernels() {
 }
 
 cudaError_t internode::prepare_normal(const Team *team) {
-  const cudaError_t error = opt_in(deep_ep::internode::dispatch_with_notify, team->device->max_shared);
-  return error == cudaSuccess ? opt_in(deep_ep::internode::combine_with_notify, team->device->max_shared) : error;
+  return opt_in(deep_ep::internode::combine_with_notify, team->device->max_shared);
 }
 
 int32_t internode_notify(dk_notify_params *p, const NotifyParams &n) {
@@ -101,13 +100,6 @@ int32_t internode_notify(dk_notify_params *p, const NotifyParams &n) {
   return launched(p);
 }
 
-namespace {
-// Shared memory that bulk copies may fill.
-uint64_t bulk_room(const Team *team) { return team->device->bulk ? team->device->max_shared : 0; }
-// For rows on their way to other nodes: what a put loads from, where puts are stores.
-uint64_t stage_room(const Team *team) { return team->internode->view.puts_are_stores ? bulk_room(team) : 0; }
-}  // namespace
-
 int32_t internode_dispatch(dk_dispatch_params *p, const DispatchParams &d, int blocks) {
   if (p->routing != DK_ROUTING_NONE) return launch_routed_dispatch(p, d, blocks);
   const Team *team = handle_of<Team>(p->team);
@@ -117,12 +109,10 @@ int32_t internode_dispatch(dk_dispatch_params *p, const DispatchParams &d, int b
   params.lists = stream_lists(params.state, params.internode);
   params.rings = row_rings(team->view, params.internode, bytes, kFixedChannels, false);
   if (params.rings.slots == 0) return DK_EUNSUPPORTED;  // rdma region under min_rdma_bytes
+  const InternodeDispatchParams pushing = pushing_params(params, blocks);
   const size_t places = team->view.num_ranks * sizeof(RowsThere);
-  params.stages = stage_shape(bytes, DispatchRoles::kSenders, places, stage_room(team));
-  const InternodeDispatchParams pushing = pushing_params(params, blocks, places, stage_room(team));
-  const size_t shared = max(params.stages.end(), pushing.stages.end());
   const OnDevice on(team->device);
-  deep_ep::internode::dispatch_with_notify<<<blocks, DispatchRoles::kThreads, shared, stream_of(p->stream)>>>(params,
+  deep_ep::internode::dispatch_with_notify<<<blocks, DispatchRoles::kThreads, places, stream_of(p->stream)>>>(params,
                                                                                                               pushing);
   return launched(p);
 }
@@ -132,8 +122,9 @@ int32_t internode_combine(dk_combine_params *p, const CombineParams &c, int bloc
   const Team *team = handle_of<Team>(p->team);
   if (team->internode->shrink != nullptr) return launch_shrinking(p, c, blocks, team);
   if (p->num_recv_tokens > 0 && p->recv_src_idx == 0) return DK_EINVAL;
-  InternodeCombineParams params{c, team->internode->view, {}, {}, {}, {}, {}};
-  const uint64_t shared = shape_combine(params, blocks, bulk_room(team), team->internode->view.puts_are_stores);
+  InternodeCombineParams params{c, team->internode->view, {}, {}, {}, {}};
+  const uint64_t room = team->device->bulk ? team->device->max_shared : 0;  // that bulk copies may fill
+  const uint64_t shared = shape_combine(params, blocks, room);
   if (shared > team->device->max_shared) return DK_EUNSUPPORTED;
   if (params.rings.slots == 0)
     return DK_EUNSUPPORTED;  // nvl region under min_nvl_bytes, or rdma region under min_rdma_bytes

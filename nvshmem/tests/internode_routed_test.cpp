@@ -51,7 +51,7 @@ RoutedCombineParams combine_params(World &w, int me) {
   const bool unreduced = c.expand && (c.combine_flags & DK_COMBINE_UNREDUCED) != 0;
   k.slot_bytes = k.row_bytes * (unreduced ? c.topk : 1);
   RoutedCombineParams p{
-      {k, w.ranks[me].internode, {}, {}, {}, {}, {}}, record_header_bytes(k, c.peers), most_records(k, c.peers)};
+      {k, w.ranks[me].internode, {}, {}, {}, {}}, record_header_bytes(k, c.peers), most_records(k, c.peers)};
   p.rings =
       record_rings(w.ranks[me].team, p.internode, p.header_bytes + k.slot_bytes, static_cast<uint32_t>(p.most_records));
   p.lists = stream_lists(w.state(me), p.internode);

@@ -51,8 +51,6 @@ struct World {
   uint64_t call = 0, control_bytes = 0, timeout_ns = 200000000;
   uint64_t room = sizeof deep_ep::internode::shared;  // of it, for bulk copies; 0: the device has none
 
-  uint64_t stage_room(int me) const { return ranks[me].internode.puts_are_stores ? room : 0; }
-
   explicit World(const Case &one) : c(one), ranks(static_cast<size_t>(one.ranks())) {
     const ControlOffsets at = control_offsets(control_layout(c.ranks()).bytes, c.ranks(), c.peers);
     control_bytes = at.end;
@@ -169,9 +167,7 @@ void run_dispatch(World &w, int me, bool cached, bool placed) {
   InternodeDispatchParams p{d, r.internode, {}, {}, w.state(me)};
   p.lists = stream_lists(p.state, r.internode);
   p.rings = row_rings(r.team, r.internode, d.row_bytes + words_bytes(p), kFixedChannels, false);
-  const uint64_t places = c.ranks() * sizeof(RowsThere);
-  p.stages = stage_shape(d.row_bytes + words_bytes(p), DispatchRoles::kSenders, places, w.stage_room(me));
-  deep_ep::internode::dispatch_with_notify(p, pushing_params(p, r.grid, places, w.stage_room(me)));
+  deep_ep::internode::dispatch_with_notify(p, pushing_params(p, r.grid));
 }
 
 enum Places { kStaged, kPlaced, kPlacedBut };  // the last: but for one rank of the team
@@ -222,8 +218,8 @@ void combine(World &w) {
     dk_combine_params a = combine_arguments(c, r);
     if (biased) a.bias[1] = handle_to(r.x.data());
     const CombineParams k{a, w.session(me, DK_OP_COMBINE), 2u * c.hidden};
-    InternodeCombineParams p{k, r.internode, {}, {}, {}, {}, {}};
-    shape_combine(p, r.grid, w.room, r.internode.puts_are_stores);
+    InternodeCombineParams p{k, r.internode, {}, {}, {}, {}};
+    shape_combine(p, r.grid, w.room);
     p.lists = stream_lists(w.state(me), r.internode);
     deep_ep::internode::combine_with_notify(combine_choice(p));
   });
@@ -368,8 +364,8 @@ Case random_case() {
 // Ranks with one block and with two, which would have different numbers of channels, and room for both.
 void different_blocks() {
   World w(Case{2, 2, 64, 2, 2, 0, 8, 1 << 22, 1 << 23});
-  const int few = channels_for(w.ranks[0].internode, 1, kPushShape.senders),
-            many = channels_for(w.ranks[0].internode, 2, kPushShape.senders);
+  const int few = channels_for(w.ranks[0].internode, 1, kPuttingPushShape.senders),
+            many = channels_for(w.ranks[0].internode, 2, kPuttingPushShape.senders);
   check(few != many && few > 1 && many <= kMaxChannels, "channels of one block and of two", -1, 0, few, many);
   emulate::start_network({5, false}, blocks_of(w.ranks));
   for (const int alike : {0, 1, 2}) {

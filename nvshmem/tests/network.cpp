@@ -85,10 +85,12 @@ void put(void *to, const void *from, size_t bytes, uint64_t *word, uint64_t valu
                           value, pipe.fences, me, pe, static_cast<int>(block->index.x)});
 }
 
-void store(void *to, const void *from, size_t bytes, int pe) {
+void *at_rank(const void *address, int pe) {
   const ptrdiff_t there = bases[static_cast<size_t>(pe)] - bases[static_cast<size_t>(block->rank)];
-  memcpy(static_cast<uint8_t *>(to) + there, from, bytes);
+  return const_cast<uint8_t *>(static_cast<const uint8_t *>(address)) + there;
 }
+
+void store(void *to, const void *from, size_t bytes, int pe) { memcpy(at_rank(to, pe), from, bytes); }
 
 void get(uint64_t *to, const uint64_t *from, size_t words, int pe) {
   const int me = block->rank;

@@ -11,6 +11,9 @@ void put(void *to, const void *from, size_t bytes, uint64_t *word, uint64_t valu
 // Reads words of a rank, which lie there where `from` lies here. In order with puts as another put is.
 void get(uint64_t *to, const uint64_t *from, size_t words, int pe);
 
+// What lies at a rank where `address` lies here.
+void *at_rank(const void *address, int pe);
+
 // Stores bytes at a rank.
 void store(void *to, const void *from, size_t bytes, int pe);
 

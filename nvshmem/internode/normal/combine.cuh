@@ -1,7 +1,7 @@
 // combine.cuh - libdeepep_nvshmem.so: rows back to their tokens' ranks. Pushers copy rows to the collector, the rank of
 // their node that has the same index as the token's rank. A collector sums a node's rows of a token and sends the sum
 // to the token's rank, which sums what it received. A rank's own rows are added where they are. Each warp has one of
-// these roles and serves its share of streams.
+// these roles and serves its share of streams; those that sum tokens help to push at first.
 #pragma once
 #include "cuda/common/bf16.cuh"
 #include "cuda/common/lanes.cuh"
@@ -55,16 +55,10 @@ __device__ inline float weight_of(const InternodeCombineParams &p, const uint8_t
   return p.c.topk_weights() == nullptr ? 0 : p.c.topk_weights()[from / p.c.row_bytes * p.c.num_topk + k];
 }
 
-__device__ __forceinline__ void store_sum(uint8_t *to, bool shared, const float (&sum)[kPieces][8], uint32_t base,
-                                          uint32_t bytes) {
+__device__ __forceinline__ void store_sum(uint8_t *to, const float (&sum)[kPieces][8], uint32_t base, uint32_t bytes) {
 #pragma unroll
-  for (int u = 0; u < kPieces; ++u) {
-    if (base + 16 * kWarp * u >= bytes) continue;
-    if (shared)
-      *reinterpret_cast<uint4 *>(to + base + 16 * kWarp * u) = round_bf16(sum[u]);
-    else
-      ptx::st_stream(to + base + 16 * kWarp * u, round_bf16(sum[u]));
-  }
+  for (int u = 0; u < kPieces; ++u)
+    if (base + 16 * kWarp * u < bytes) ptx::st_stream(to + base + 16 * kWarp * u, round_bf16(sum[u]));
 }
 // The first pieces of the sum that is next: into all slots, which are free. Whole warp.
 __device__ inline void start_feed(const RowFeed &feed, const TokenRows &list, uint32_t bytes) {
@@ -84,7 +78,7 @@ __device__ inline void start_feed(const RowFeed &feed, const TokenRows &list, ui
 // costs more than the call. Pieces beyond the end of a row are added like the rest, of whatever a slot has, and not
 // stored.
 __device__ __noinline__ inline void sum_fed(const uint8_t *const *rows, int count, RowFeed &in, uint8_t *to,
-                                            bool shared, uint32_t bytes) {
+                                            uint32_t bytes) {
   static_assert(kFeedBytes == 16 * kWarp * kPieces, "a slot has what a warp adds at once");
   RowFeed feed = in;
   int row_ahead = 0;  // the next piece to load
@@ -114,13 +108,12 @@ __device__ __noinline__ inline void sum_fed(const uint8_t *const *rows, int coun
       for (int u = 0; u < kPieces; ++u) add_bf16(sum[u], row.data[u]);
       feed.advance();
     }
-    store_sum(to, shared, sum, base + 16 * lane_id(), bytes);
+    store_sum(to, sum, base + 16 * lane_id(), bytes);
   }
   in = feed;
 }
 // Where there are no feeds: two rows are on their way at a time, and added in turn.
-__device__ __noinline__ inline void sum_loaded(const uint8_t *const *rows, int count, uint8_t *to, bool shared,
-                                               uint32_t bytes) {
+__device__ __noinline__ inline void sum_loaded(const uint8_t *const *rows, int count, uint8_t *to, uint32_t bytes) {
 #pragma unroll 1
   for (uint32_t base = 16 * lane_id(); base < bytes; base += 16 * kWarp * kPieces) {
     float sum[kPieces][8] = {};
@@ -133,17 +126,16 @@ __device__ __noinline__ inline void sum_loaded(const uint8_t *const *rows, int c
       add_pieces(sum, one, base, bytes);
       if (both) add_pieces(sum, two, base, bytes);
     }
-    store_sum(to, shared, sum, base, bytes);
+    store_sum(to, sum, base, bytes);
   }
 }
-// Adds in FP32 and rounds once; the feed has been started. shared: `to` is shared memory.
-__device__ inline void sum_rows(const InternodeCombineParams &p, const TokenRows &list, RowFeed &feed, uint8_t *to,
-                                bool shared) {
+// Adds in FP32 and rounds once; the feed has been started.
+__device__ inline void sum_rows(const InternodeCombineParams &p, const TokenRows &list, RowFeed &feed, uint8_t *to) {
   const InPhase phase(kPhaseSum);
   if (feed.slots != 0)
-    sum_fed(list.rows, list.count, feed, to, shared, p.c.row_bytes);
+    sum_fed(list.rows, list.count, feed, to, p.c.row_bytes);
   else
-    sum_loaded(list.rows, list.count, to, shared, p.c.row_bytes);
+    sum_loaded(list.rows, list.count, to, p.c.row_bytes);
 }
 // Of the first `rows` rows: those after them are biases.
 __device__ inline void sum_weights(const InternodeCombineParams &p, const TokenRows &list, int rows, float *weights) {
@@ -209,8 +201,8 @@ __device__ inline int next_token_of_node(const InternodeCombineParams &p, uint64
 
 // Sums the token's rows into `place`, and takes them. first: as next_token_of_node() has found it.
 __device__ inline void sum_for_node(const InternodeCombineParams &p, uint64_t epoch, int node, int channel, int token,
-                                    const NextRow &first, uint8_t *place, bool shared, uint32_t *taken,
-                                    const OwnRows &own, TokenRows list, RowFeed &feed) {
+                                    const NextRow &first, uint8_t *place, uint32_t *taken, const OwnRows &own,
+                                    TokenRows list, RowFeed &feed) {
   const TeamView &team = p.c.session.team;
   uint32_t credits = 0;  // bit i: posted to rank 32 * i + this lane's number of the node
   for (int base = 0; base < p.internode.num_peers; base += kWarp) {
@@ -235,7 +227,7 @@ __device__ inline void sum_for_node(const InternodeCombineParams &p, uint64_t ep
     const int next = next_row_of(p, own, channel, static_cast<int>(at) + 1);
     if (lane_id() == 0) taken[p.internode.index] = static_cast<uint32_t>(next);
   }
-  sum_rows(p, list, feed, place, shared);
+  sum_rows(p, list, feed, place);
   __syncwarp();  // all lanes have read the rows
   for (int index = lane_id(); credits != 0; index += kWarp, credits >>= 1)
     if ((credits & 1) != 0)
@@ -246,8 +238,7 @@ __device__ inline void sum_for_node(const InternodeCombineParams &p, uint64_t ep
 }
 
 __device__ inline Outcome serve_node_sum(const InternodeCombineParams &p, uint64_t epoch, int stream,
-                                         const TokenRows &list, const RowStage &stage, RowFeed &feed,
-                                         BlockedStream &blocked) {
+                                         const TokenRows &list, RowFeed &feed, BlockedStream &blocked) {
   const TeamView &team = p.c.session.team;
   const int others = p.internode.num_nodes - 1, channel = stream / others,
             node = stream % others + (stream % others >= p.internode.node);
@@ -268,6 +259,7 @@ __device__ inline Outcome serve_node_sum(const InternodeCombineParams &p, uint64
       credit == kAllRows ? before : before + min(min(p.rings.piece, slots - before % slots), slots - (before - credit));
   const int partner = p.internode.partner(node);
   const uint32_t last_row = align_up(p.c.row_bytes + words_bytes(p), 16u);
+  uint8_t *there = p.internode.puts_are_stores ? remote_block(team, partner) : nullptr;  // where sums are stored
   uint32_t sent = before;
   // It waits for room or for the last credit, unless next_token_of_node() says otherwise.
   blocked = {p.internode.partner(node), static_cast<int64_t>(sent) + 1, credit};
@@ -275,17 +267,15 @@ __device__ inline Outcome serve_node_sum(const InternodeCombineParams &p, uint64
     NextRow first{};
     const int token = next_token_of_node(p, epoch, node, channel, taken, own, first, blocked);
     if (token < 0 || token == kNoToken) break;
-    uint8_t *place = stage.row == nullptr ? team.self + p.rings.out(node, channel, sent) : stage.row;
-    sum_for_node(p, epoch, node, channel, token, first, place, stage.row != nullptr, taken, own, list, feed);
-    const InPhase phase(kPhasePut);
-    if (stage.row != nullptr)
-      store_remote(partner, team.self + p.rings.in(p.internode.node, channel, sent), stage.row, last_row);
+    uint8_t *place = there == nullptr ? team.self + p.rings.out(node, channel, sent)
+                                      : there + p.rings.in(p.internode.node, channel, sent);
+    sum_for_node(p, epoch, node, channel, token, first, place, taken, own, list, feed);
   }
   if (sent != before) {
     const InPhase phase(kPhasePut);
     uint64_t *head =
         word_at(team.self, p.internode.at.heads, p.internode.node * kMaxChannels + channel);  // in either block
-    if (stage.row == nullptr)
+    if (there == nullptr)
       put_remote(p.internode, partner, team.self + p.rings.in(p.internode.node, channel, before),
                  team.self + p.rings.out(node, channel, before),
                  static_cast<uint64_t>(sent - before - 1) * p.rings.stride + last_row, head, tagged(epoch, sent));
@@ -427,7 +417,7 @@ __device__ inline void sum_token(const InternodeCombineParams &p, TokenRows list
                        : p.c.combined_topk_weights() + static_cast<int64_t>(token) * p.c.num_topk;
   start_feed(feed, list, p.c.row_bytes);
   if (weights != nullptr) sum_weights(p, list, weighted, weights);
-  sum_rows(p, list, feed, p.c.combined_x() + row, false);
+  sum_rows(p, list, feed, p.c.combined_x() + row);
 }
 
 __device__ inline Outcome serve_token_sum(const InternodeCombineParams &p, uint64_t epoch, int channel,
@@ -503,13 +493,14 @@ __device__ inline void run_combine_roles(const InternodeCombineParams &p, uint64
   const int blocks = static_cast<int>(gridDim.x), block = static_cast<int>(blockIdx.x),
             channels = static_cast<int>(p.rings.channels);
   int warp = warp_id();  // then: among those of its role
-  if (warp < p.shape.pushers) {
+  const bool pushes = warp < p.shape.pushers, sums_tokens = warp >= p.shape.pushers + p.shape.node_sums;
+  if (pushes || (sums_tokens && p.shape.pushers != 0)) {
     const TurnQueue queue{p.lists.pushes, (s.team.num_ranks - p.internode.num_nodes) * channels};
-    serve_in_turn(s, kRolePusher, queue, [&](int stream, uint64_t &at, BlockedStream &blocked) {
-      return serve_pusher(p, epoch, stream, at, blocked);
-    });
-    return;
+    serve_in_turn(
+        s, kRolePusher, queue, pushes ? -1 : kTurnsOfHelp,
+        [&](int stream, uint64_t &at, BlockedStream &blocked) { return serve_pusher(p, epoch, stream, at, blocked); });
   }
+  if (pushes) return;
   warp -= p.shape.pushers;
   const TokenRows list{reinterpret_cast<const uint8_t **>(shared) + warp * list_length(p.internode), 0};
   RowFeed feed(p.feeds, shared, warp);
@@ -517,9 +508,8 @@ __device__ inline void run_combine_roles(const InternodeCombineParams &p, uint64
     const int first = warp * blocks + block, step = p.shape.node_sums * blocks,
               count = (p.internode.num_nodes - 1) * channels;
     reset_node_sums(p, first, step, count);
-    const RowStage stage(p.stages, shared, warp);
     serve_streams(s, kRoleNodeSum, first, step, count, [&](int stream, BlockedStream &blocked) {
-      return serve_node_sum(p, epoch, stream, list, stage, feed, blocked);
+      return serve_node_sum(p, epoch, stream, list, feed, blocked);
     });
     return;
   }

@@ -6,7 +6,6 @@
 #include "internode/normal/common.cuh"
 #include "internode/normal/feed.cuh"
 #include "internode/normal/rings.h"
-#include "internode/normal/stage.cuh"
 #include "internode/normal/turns.cuh"
 
 namespace deepep::internode {
@@ -16,6 +15,8 @@ struct CombineRoles {
   static constexpr int kWarps = 20, kThreads = kWarps * kWarp;
 };
 constexpr int kSumsAtOnce = 4;  // rows or tokens of a stream in one turn of a warp
+// A warp that sums tokens pushes first: its first rows come after many turns of pushers and sums for nodes.
+constexpr int kTurnsOfHelp = 3;
 
 // How many of a block's warps push rows and sum for nodes; the others sum tokens.
 struct CombineShape {
@@ -23,16 +24,16 @@ struct CombineShape {
   __host__ __device__ int sums() const { return CombineRoles::kWarps - pushers; }  // warps that sum
   __host__ __device__ int token_sums() const { return sums() - node_sums; }
 };
-// With stages fewer warps put and more push; a rank that is its node has nobody to push to. A channel is what a warp
-// sums for a node, so that as many at least sum tokens: with fewer some would have two channels, and all wait for them.
-constexpr CombineShape kPlainShape{4, 8}, kStagedShape{5, 7}, kAloneShape{0, 10};
+// Where puts are stores fewer warps sum for nodes and more push; a rank that is its node has nobody to push to. A
+// channel is what a warp sums for a node, so that as many at least sum tokens: with fewer some would have two channels,
+// and all wait for them.
+constexpr CombineShape kPuttingShape{4, 8}, kStoringShape{5, 7}, kAloneShape{0, 10};
 
 struct InternodeCombineParams {
   CombineParams c;
   NodeView internode;
   CombineShape shape;
-  StageShape stages;  // of sums for other nodes
-  FeedShape feeds;    // of these sums, then of those of tokens
+  FeedShape feeds;  // of sums for other nodes, then of those of tokens
   RowRings rings;
   StreamLists lists;
 };
@@ -53,16 +54,13 @@ __host__ __device__ inline uint32_t list_length(const NodeView &internode) {
 inline uint64_t list_bytes(const NodeView &internode, const CombineShape &shape) {
   return sizeof(void *) * shape.sums() * list_length(internode);
 }
-// A block's warps and shared memory. room: bytes of it that bulk copies may fill, 0: there are none; puts_are_stores:
-// sums for other nodes are put from there. Returns the bytes that are needed.
-inline uint64_t shape_combine(InternodeCombineParams &p, int blocks, uint64_t room, bool puts_are_stores) {
+// A block's warps and shared memory. room: bytes of it that bulk copies may fill, 0: there are none. Returns the bytes
+// that are needed.
+inline uint64_t shape_combine(InternodeCombineParams &p, int blocks, uint64_t room) {
   constexpr uint32_t kMostSlots = 3;
-  const uint64_t sum = static_cast<uint64_t>(p.c.row_bytes) + words_bytes(p);
   const bool alone = p.internode.num_peers == 1;
-  p.shape = alone ? kAloneShape : kStagedShape;
-  p.stages = stage_shape(sum, p.shape.node_sums, list_bytes(p.internode, p.shape), puts_are_stores ? room : 0);
-  if (p.stages.bytes == 0 && !alone) p.shape = kPlainShape;
-  const uint64_t used = p.stages.bytes != 0 ? p.stages.end() : list_bytes(p.internode, p.shape);
+  p.shape = alone ? kAloneShape : p.internode.puts_are_stores ? kStoringShape : kPuttingShape;
+  const uint64_t used = list_bytes(p.internode, p.shape);
   p.feeds = feed_shape(kMostSlots, p.shape.sums(), used, room);
   p.rings = sum_rings(p, channels_for(p.internode, blocks, p.shape.node_sums));
   return p.feeds.slots != 0 ? p.feeds.end() : used;

@@ -23,12 +23,10 @@ __device__ inline nvshmemx_qp_handle_t queue_of_block(const NodeView &internode)
 }
 #endif
 
-// Where puts are stores (NodeView::puts_are_stores): bytes without a word. Then set_word(), by the same warp. `from`
-// may be shared memory: NVSHMEM's copy by a warp loads 512 bytes and stores them before it loads more, so a row of 14
-// KB takes 28 round trips to where it lies. In place of low latency's store_by_warp(), which may take more registers
-// than these kernels have.
-__device__ __noinline__ inline void store_remote(int rank, void *to, const void *from, uint64_t bytes) {
-  nvshmemx_putmem_nbi_warp(to, from, bytes, rank);
+// Where puts are stores (NodeView::puts_are_stores): the block of a rank of another node, to store into. Then
+// set_word(), by the same warp. NVSHMEM's copy by a warp loads 512 bytes and stores them before it loads more.
+__device__ __forceinline__ uint8_t *remote_block(const TeamView &team, int rank) {
+  return static_cast<uint8_t *>(nvshmem_ptr(team.self, rank));
 }
 __device__ __noinline__ inline void set_word(int rank, uint64_t *word, uint64_t value) {
   __syncwarp();
@@ -215,7 +213,8 @@ __device__ inline void report_blocked(const Session &s, uint32_t reason, const B
 // move: a peer may wait for room in one ring before it goes on with another. advance(stream, blocked) does what is
 // possible at once, with the same outcome in all lanes. The timeout counts while no stream of this warp moves.
 template <class Advance>
-__device__ inline void serve_streams_untimed(const Session &s, int first, int step, int count, Advance advance) {
+__device__ inline void serve_streams(const Session &s, Role role, int first, int step, int count, Advance advance) {
+  InRole timed(role, first < count);
   uint64_t start = 0;
   uint32_t polls = 0, reason = 0;
   for (;;) {
@@ -230,6 +229,7 @@ __device__ inline void serve_streams_untimed(const Session &s, int first, int st
     }
     if (!open) return;
     if (moved) {
+      timed.moved();
       polls = 0;
       reason = 0;
       if (__any_sync(kAllLanes, lane_id() == 0 && has_failed(s))) return;
@@ -241,12 +241,6 @@ __device__ inline void serve_streams_untimed(const Session &s, int first, int st
     if (polls % kPollsPerLook == 0 && lane_id() == 0) reason = reason_to_leave(s, missing.peer, start, polls, 1);
     reason = __shfl_sync(kAllLanes, reason, 0);
   }
-}
-
-template <class Advance>
-__device__ inline void serve_streams(const Session &s, Role role, int first, int step, int count, Advance advance) {
-  const InRole timed(role, first < count);
-  serve_streams_untimed(s, first, step, count, advance);
 }
 
 }  // namespace deepep::internode

@@ -58,33 +58,26 @@ struct SentRows {
   uint32_t count;
 };
 
-// To another node: rows of neighbouring places of the ring, as one put, or by stores from `stage`, if there is one.
+// To another node: rows of neighbouring places of the ring, as one put or by stores.
 template <class Params>
 __device__ inline SentRows send_piece(const Params &p, uint64_t epoch, int node, int channel, SentRows from,
-                                      uint32_t credit, RowStage &stage) {
+                                      uint32_t credit) {
   const TeamView &team = p.d.session.team;
   const uint32_t slots = p.rings.slots,
                  end = from.count + min(min(p.rings.piece, slots - from.count % slots), slots - (from.count - credit));
   const int partner = p.internode.partner(node);
   const uint32_t words = align_up(words_bytes(p), 16u);
+  uint8_t *block = p.internode.puts_are_stores ? remote_block(team, partner) : nullptr;
   const auto staged = [&](uint32_t row) { return team.self + p.rings.out(node, channel, row); };
-  const auto there = [&](uint32_t row) { return team.self + p.rings.in(p.internode.node, channel, row); };
+  const auto there = [&](uint8_t *in, uint32_t row) { return in + p.rings.in(p.internode.node, channel, row); };
   SentRows now = from;
   while (now.count < end && now.tokens.any(p, epoch, node)) {
     const int first = now.tokens.token, step = now.tokens.step(p);
     uint32_t found = now.tokens.that_go_to(p, node);
     for (; found != 0 && now.count < end; found &= found - 1) {
       const int token = first + (__ffs(static_cast<int>(found)) - 1) * step;
-      if (stage.row == nullptr) {
-        const InPhase phase(kPhaseStage);
-        send_row(p, node, token, staged(now.count), -1, false);
-      } else {
-        const InPhase phase(kPhasePut);
-        stage.load(p.d.x() + static_cast<uint64_t>(token) * p.d.row_bytes, p.d.row_bytes);
-        send_row(p, node, token, stage.row, -1, true);
-        stage.wait();
-        store_remote(partner, there(now.count), stage.row, p.d.row_bytes + words);
-      }
+      const InPhase phase(block == nullptr ? kPhaseStage : kPhasePut);
+      send_row(p, node, token, block == nullptr ? staged(now.count) : there(block, now.count), -1);
       now.tokens.token = token + step;
       ++now.count;
     }
@@ -93,8 +86,8 @@ __device__ inline SentRows send_piece(const Params &p, uint64_t epoch, int node,
   if (now.count == from.count) return now;
   const InPhase phase(kPhasePut);
   uint64_t *head = word_at(team.self, p.internode.at.heads, p.internode.node * kMaxChannels + channel);  // in any block
-  if (stage.row == nullptr)
-    put_remote(p.internode, partner, there(from.count), staged(from.count),
+  if (block == nullptr)
+    put_remote(p.internode, partner, there(team.self, from.count), staged(from.count),
                static_cast<uint64_t>(now.count - from.count - 1) * p.rings.stride + p.d.row_bytes + words, head,
                tagged(epoch, now.count));
   else
@@ -133,7 +126,7 @@ __device__ inline SentRows send_near(const Params &p, uint64_t epoch, int channe
         return {{-1, 0}, now.count};
       }
       send_row(p, node, token, others ? team.self + p.rings.in(node, channel, now.count) : nullptr,
-               own < 0 ? -1 : before + own, false);
+               own < 0 ? -1 : before + own);
       taken += own >= 0;
       ++rows;
       now.tokens.token = token + step;
@@ -173,8 +166,7 @@ __device__ inline int node_of_stream(const InternodeDispatchParams &p, int strea
 }
 
 template <class Params>
-__device__ inline Outcome serve_sender(const Params &p, uint64_t epoch, int stream, RowStage &stage,
-                                       BlockedStream &blocked) {
+__device__ inline Outcome serve_sender(const Params &p, uint64_t epoch, int stream, BlockedStream &blocked) {
   const int node = node_of_stream(p, stream), channel = stream % static_cast<int>(p.rings.channels);
   RowStream *state = p.lists.to_nodes + stream;
   if (state->closed != 0) return kDone;
@@ -182,7 +174,7 @@ __device__ inline Outcome serve_sender(const Params &p, uint64_t epoch, int stre
   const uint32_t credit =
       read_count(word_at(p.d.session.team.self, p.internode.at.credits, node * kMaxChannels + channel), epoch);
   const bool all = credit == kAllRows;
-  const SentRows now = all ? before : send_piece(p, epoch, node, channel, before, credit, stage);
+  const SentRows now = all ? before : send_piece(p, epoch, node, channel, before, credit);
   __syncwarp();
   if (lane_id() == 0) {
     *state = {now.tokens.token, now.count, all, static_cast<uint32_t>(now.tokens.end)};
@@ -407,7 +399,7 @@ __device__ inline void reset_streams(RowStream *streams, int first, int step, in
   __syncwarp();
 }
 
-__device__ inline void run_dispatch_roles(const InternodeDispatchParams &p, uint64_t epoch, uint8_t *shared) {
+__device__ inline void run_dispatch_roles(const InternodeDispatchParams &p, uint64_t epoch) {
   using Roles = DispatchRoles;
   const Session &s = p.d.session;
   const int warp = warp_id(), blocks = static_cast<int>(gridDim.x), block = static_cast<int>(blockIdx.x);
@@ -416,9 +408,8 @@ __device__ inline void run_dispatch_roles(const InternodeDispatchParams &p, uint
   if (warp < Roles::kSenders) {
     const int first = warp * blocks + block, step = Roles::kSenders * blocks;
     reset_streams(p.lists.to_nodes, first, step, to_nodes, channels);
-    RowStage stage(p.stages, shared, warp);
     serve_streams(s, kRoleSender, first, step, to_nodes,
-                  [&](int stream, BlockedStream &blocked) { return serve_sender(p, epoch, stream, stage, blocked); });
+                  [&](int stream, BlockedStream &blocked) { return serve_sender(p, epoch, stream, blocked); });
   } else if (warp < Roles::kSenders + Roles::kRelays) {
     const int first = (warp - Roles::kSenders) * blocks + block, step = Roles::kRelays * blocks;
     reset_streams(p.lists.from_nodes, first, step, from_nodes, channels);

@@ -24,9 +24,9 @@ __global__ void __launch_bounds__(DispatchRoles::kThreads, 1)
     if (await_messages(s, p.internode, hand) && has_room_everywhere(p, epoch)) {
       if (blockIdx.x == 0) count_bytes_in_node(p);
       if (find_places(pushing, epoch, there))
-        run_push_roles(pushing, epoch, there, shared);
+        run_push_roles(pushing, epoch, there);
       else
-        run_dispatch_roles(p, epoch, shared);
+        run_dispatch_roles(p, epoch);
     }
   }
   end_role_times(0);

@@ -3,7 +3,6 @@
 #pragma once
 #include "internode/normal/common.cuh"
 #include "internode/normal/rings.h"
-#include "internode/normal/stage.cuh"
 
 namespace deepep::internode {
 
@@ -25,7 +24,6 @@ struct InternodeDispatchParams {
   StreamLists lists;
   NormalState *state;
   WordRings words{};
-  StageShape stages{};
   PushShape shape{0, 0};
 };
 
@@ -110,9 +108,8 @@ __device__ inline void store_words(const DispatchParams &d, const RowWords &at, 
 }
 
 // Copies a token's row into a ring's place for the node, or to row `own` of this rank's outputs, or both (null and -1:
-// not there). words_alone: not its payload.
-__device__ inline void send_row(const InternodeDispatchParams &p, int node, int token, uint8_t *place, int64_t own,
-                                bool words_alone) {
+// not there).
+__device__ inline void send_row(const InternodeDispatchParams &p, int node, int token, uint8_t *place, int64_t own) {
   const DispatchParams &d = p.d;
   const RowWords at(d, p.internode.num_peers);
   const int32_t *heads =
@@ -122,8 +119,7 @@ __device__ inline void send_row(const InternodeDispatchParams &p, int node, int 
   RowExtras extras = load_extras(d, token, 0);
   const uint8_t *from = d.x() + static_cast<uint64_t>(token) * d.row_bytes;
   uint8_t *output = own < 0 ? nullptr : d.recv_x() + own * d.row_bytes;
-  if (!words_alone)
-    copy_payload(place == nullptr ? output : place, place == nullptr ? nullptr : output, from, d.row_bytes);
+  copy_payload(place == nullptr ? output : place, place == nullptr ? nullptr : output, from, d.row_bytes);
   if (lane_id() == 0 && place != nullptr) words[0] = static_cast<uint32_t>(token);
   if (lane_id() == 0 && own >= 0 && d.recv_src_idx() != nullptr) d.recv_src_idx()[own] = token;
   if (lane_id() < p.internode.num_peers && place != nullptr) words[at.numbers + lane_id()] = head;

@@ -7,19 +7,17 @@
 
 namespace deepep::internode {
 
-constexpr PushShape kPushShape{9, 11}, kStagedPushShape{6, 12};  // with stages fewer warps send and more push
-constexpr int kRowsPushed = 8;                                   // of a stream in one turn
-constexpr int kChunksAtOnce = 8;                                 // that a lane loads before it stores them
+// Where puts are stores fewer warps send and more push.
+constexpr PushShape kPuttingPushShape{9, 11}, kStoringPushShape{6, 12};
+constexpr int kRowsPushed = 8;    // of a stream in one turn
+constexpr int kChunksAtOnce = 8;  // that a lane loads before it stores them
 
-// A call's parameters where it pushes rows, of those where it does not. used: bytes of a block's shared memory that are
-// taken; room: for stages, 0: none.
-inline InternodeDispatchParams pushing_params(const InternodeDispatchParams &p, int blocks, uint64_t used,
-                                              uint64_t room) {
+// A call's parameters where it pushes rows, of those where it does not.
+inline InternodeDispatchParams pushing_params(const InternodeDispatchParams &p, int blocks) {
   const TeamView &team = p.d.session.team;
   const uint64_t bytes = p.d.row_bytes + words_bytes(p);
   InternodeDispatchParams pushing = p;
-  pushing.stages = stage_shape(bytes, kStagedPushShape.senders, used, room);
-  pushing.shape = pushing.stages.bytes != 0 ? kStagedPushShape : kPushShape;
+  pushing.shape = p.internode.puts_are_stores ? kStoringPushShape : kPuttingPushShape;
   const int channels = channels_for(p.internode, blocks, pushing.shape.senders);
   pushing.rings = row_rings(team, p.internode, bytes, channels, false);
   // A warp that sends takes tokens some seven times.
@@ -66,24 +64,23 @@ __device__ inline bool find_places(const InternodeDispatchParams &p, uint64_t ep
   return true;
 }
 
-// A payload, or words, to the lanes' places, null: none. Whole warp; `bytes` is a multiple of 16.
-template <int kAtOnce>
+// A payload to the lanes' places, null: none. Whole warp; `bytes` is a multiple of 16.
 __device__ inline void copy_to_places(uint8_t *place, const uint8_t *from, uint32_t bytes) {
   const int chunks = static_cast<int>(bytes / 16);
   const uint32_t lanes = __ballot_sync(kAllLanes, place != nullptr);
 #pragma unroll 1
-  for (int first = 0; first < chunks; first += kWarp * kAtOnce) {
+  for (int first = 0; first < chunks; first += kWarp * kChunksAtOnce) {
     const int mine = first + lane_id();
-    uint4 data[kAtOnce];
+    uint4 data[kChunksAtOnce];
 #pragma unroll
-    for (int u = 0; u < kAtOnce; ++u)
+    for (int u = 0; u < kChunksAtOnce; ++u)
       if (mine + u * kWarp < chunks) data[u] = ptx::ld_stream(from + 16ull * (mine + u * kWarp));
 #pragma unroll 1
     for (uint32_t left = lanes; left != 0; left &= left - 1) {
       auto *to = reinterpret_cast<uint8_t *>(
           __shfl_sync(kAllLanes, reinterpret_cast<uint64_t>(place), __ffs(static_cast<int>(left)) - 1));
 #pragma unroll
-      for (int u = 0; u < kAtOnce; ++u)
+      for (int u = 0; u < kChunksAtOnce; ++u)
         if (mine + u * kWarp < chunks) ptx::st_stream(to + 16ull * (mine + u * kWarp), data[u]);
     }
   }
@@ -97,16 +94,24 @@ struct PushTurn {
   RowsThere there;
   uint8_t *block;
   uint32_t pushed, before;  // rows whose words are in the ring there, now and when the turn began
+  int64_t before_own;       // this rank's rows of sources before this one
 };
 __device__ inline uint32_t *words_pushed(const InternodeDispatchParams &p, int node, int channel) {
   return p.lists.words_pushed + (static_cast<int64_t>(node) * kMaxChannels + channel) * p.internode.num_peers;
 }
 __device__ inline PushTurn begin_turn(const InternodeDispatchParams &p, const RowsThere *there, int node, int channel) {
-  PushTurn turn{node, channel, {nullptr, 0}, nullptr, 0, 0};
+  const TeamView &team = p.d.session.team;
+  PushTurn turn{node,
+                channel,
+                {nullptr, 0},
+                nullptr,
+                0,
+                0,
+                rows_before(p.d.rank_prefix_matrix(), team.num_ranks, p.internode.partner(node), team.rank)};
   const int i = lane_id();
   if (i >= p.internode.num_peers) return turn;
   turn.there = there[node * p.internode.num_peers + i];
-  turn.block = p.d.session.team.peers[p.internode.local_rank(i)];
+  turn.block = team.peers[p.internode.local_rank(i)];
   turn.pushed = turn.before = words_pushed(p, node, channel)[i];
   return turn;
 }
@@ -131,14 +136,47 @@ __device__ inline RingRoom room_of(const InternodeDispatchParams &p, uint64_t ep
   return {least, __shfl_sync(kAllLanes, read, lane), lane};
 }
 
-// A row and its words, which lie here, to the ranks that it is for. How many these are; -1: its number at this rank is
-// out of range. Another rank's is looked at there.
+// What belongs to a row besides its payload. Lane i: its number at rank i of the node, or -1, and the first extras.
+struct RowNews {
+  int token, number;
+  RowExtras extras;
+};
+// Of one of this rank's tokens.
+struct OwnNews {
+  static constexpr bool kChecked = false;  // whether its experts have been
+  int token;
+  __device__ RowExtras extras(const InternodeDispatchParams &p, int first) const {
+    return load_extras(p.d, token, first);
+  }
+  __device__ RowNews load(const InternodeDispatchParams &p) const {
+    const int32_t *heads = p.d.send_head() + static_cast<int64_t>(token) * p.d.session.team.num_ranks;
+    return {token, lane_id() < p.internode.num_peers ? heads[p.internode.local_rank(lane_id())] : -1, extras(p, 0)};
+  }
+};
+// Of a row that a partner has sent: its words.
+struct ArrivedNews {
+  static constexpr bool kChecked = true;
+  const uint32_t *words;
+  __device__ RowExtras extras(const InternodeDispatchParams &p, int first) const {
+    return load_arrived_extras(p.d, RowWords(p.d, p.internode.num_peers), words, first);
+  }
+  __device__ RowNews load(const InternodeDispatchParams &p) const {
+    return {static_cast<int>(ptx::ld_relaxed_sys(words)),
+            lane_id() < p.internode.num_peers ? static_cast<int>(ptx::ld_relaxed_sys(words + 1 + lane_id())) : -1,
+            extras(p, 0)};
+  }
+};
+
+// A row to the ranks that it is for. How many these are; -1: its number at this rank is out of range. Another rank's is
+// looked at there.
+template <class News>
 __device__ inline int push_row(const InternodeDispatchParams &p, PushTurn &turn, const uint8_t *payload,
-                               const uint32_t *words) {
+                               const News &from) {
   const DispatchParams &d = p.d;
-  const int i = lane_id(),
-            number = i < p.internode.num_peers ? static_cast<int>(ptx::ld_relaxed_sys(words + 1 + i)) : -1,
-            own = __shfl_sync(kAllLanes, number, p.internode.index),
+  const RowWords at(d, p.internode.num_peers);
+  const int i = lane_id();
+  RowNews news = from.load(p);
+  const int own = __shfl_sync(kAllLanes, news.number, p.internode.index),
             expected = __shfl_sync(kAllLanes, turn.there.count, p.internode.index);
   if (own >= expected) {
     if (i == 0)
@@ -147,21 +185,29 @@ __device__ inline int push_row(const InternodeDispatchParams &p, PushTurn &turn,
     return -1;
   }
   uint8_t *ring = nullptr, *place = nullptr;
-  if (number >= 0 && i != p.internode.index)
+  if (news.number >= 0 && i != p.internode.index)
     ring = turn.block + p.words.at(p.internode.index, turn.node, turn.channel, turn.pushed++);
-  if (number >= 0 && number < turn.there.count) place = turn.there.first + static_cast<int64_t>(number) * d.row_bytes;
-  const auto copy = [&] {
-    copy_to_places<1>(ring, reinterpret_cast<const uint8_t *>(words), p.words.stride);
-    copy_to_places<kChunksAtOnce>(place, payload, d.row_bytes);
-  };
-  if (own >= 0)
-    take_words(p, words,
-               own + rows_before(d.rank_prefix_matrix(), d.session.team.num_ranks, p.internode.partner(turn.node),
-                                 d.session.team.rank),
-               copy);
-  else
-    copy();
-  return __popc(__ballot_sync(kAllLanes, number >= 0));
+  if (news.number >= 0 && news.number < turn.there.count)
+    place = turn.there.first + static_cast<int64_t>(news.number) * d.row_bytes;
+  const uint32_t rings = __ballot_sync(kAllLanes, ring != nullptr);
+  const int64_t row = own + turn.before_own;
+  if (i == 0 && own >= 0 && d.recv_src_idx() != nullptr) d.recv_src_idx()[row] = news.token;
+#pragma unroll 1
+  for (int first = 0; first == 0 || has_extras(d, first); first += kWarp) {
+    if (first != 0) news.extras = from.extras(p, first);
+    if (!News::kChecked) check_expert(d, news.extras);
+#pragma unroll 1
+    for (uint32_t left = rings; left != 0; left &= left - 1) {
+      auto *words = reinterpret_cast<uint32_t *>(
+          __shfl_sync(kAllLanes, reinterpret_cast<uint64_t>(ring), __ffs(static_cast<int>(left)) - 1));
+      if (first == 0 && i == 0) words[0] = static_cast<uint32_t>(news.token);
+      if (first == 0 && i < p.internode.num_peers) words[at.numbers + i] = static_cast<uint32_t>(news.number);
+      store_words(d, at, words, news.extras, first);
+    }
+    if (own >= 0) store_extras(d, row, news.extras, first);
+  }
+  copy_to_places(place, payload, d.row_bytes);
+  return __popc(__ballot_sync(kAllLanes, news.number >= 0));
 }
 
 // Rings' counts, released after the rows' payloads.
@@ -188,23 +234,6 @@ __device__ inline int node_pushed(const InternodeDispatchParams &p, int stream) 
   return (p.internode.node + stream / static_cast<int>(p.rings.channels)) % p.internode.num_nodes;
 }
 
-// The words of one of this rank's tokens.
-__device__ inline void make_words(const InternodeDispatchParams &p, int token, uint32_t *words) {
-  const DispatchParams &d = p.d;
-  const RowWords at(d, p.internode.num_peers);
-  const int32_t *heads = d.send_head() + static_cast<int64_t>(token) * d.session.team.num_ranks;
-  if (lane_id() == 0) words[0] = static_cast<uint32_t>(token);
-  if (lane_id() < p.internode.num_peers)
-    words[at.numbers + lane_id()] = static_cast<uint32_t>(heads[p.internode.local_rank(lane_id())]);
-#pragma unroll 1
-  for (int first = 0; first == 0 || has_extras(d, first); first += kWarp) {
-    RowExtras extras = load_extras(d, token, first);
-    check_expert(d, extras);
-    store_words(d, at, words, extras, first);
-  }
-  __syncwarp();
-}
-
 // The next of this rank's tokens for its own node.
 struct NextToken {
   TokenRange tokens;
@@ -227,7 +256,7 @@ struct NextToken {
 };
 
 // A partner's rows are those in its ring; RowStream::at is how many of them it knows to be read. This rank's are its
-// tokens', whose words are made where its ring for its own node would be.
+// tokens'.
 __device__ inline Outcome serve_pusher(const InternodeDispatchParams &p, uint64_t epoch, const RowsThere *there,
                                        int stream, BlockedStream &blocked) {
   const TeamView &team = p.d.session.team;
@@ -261,19 +290,17 @@ __device__ inline Outcome serve_pusher(const InternodeDispatchParams &p, uint64_
   bool last = false;
   for (; rows < most; ++rows) {
     const InPhase phase(kPhaseCopy);
-    uint8_t *row = team.self + p.rings.in(node, channel, own ? 0 : read + rows);
-    auto *words = reinterpret_cast<uint32_t *>(row + p.d.row_bytes);
-    const uint8_t *payload = row;
+    int ranks = 0;
     if (own) {
       last = !next.find(p, epoch);
       if (last) break;
-      make_words(p, next.token, words);
-      payload = p.d.x() + static_cast<uint64_t>(next.token) * p.d.row_bytes;
+      ranks = push_row(p, turn, p.d.x() + static_cast<uint64_t>(next.token) * p.d.row_bytes, OwnNews{next.token});
+    } else {
+      const uint8_t *row = team.self + p.rings.in(node, channel, read + rows);
+      ranks = push_row(p, turn, row, ArrivedNews{reinterpret_cast<const uint32_t *>(row + p.d.row_bytes)});
     }
-    const int ranks = push_row(p, turn, payload, words);
     if (ranks < 0) return kBlocked;
     placed += static_cast<uint32_t>(ranks);
-    __syncwarp();  // all lanes have read the words
   }
   end_turn(p, epoch, turn);
   if (!own) last = placed == 0 ? so_far >= expected : count_placed(p, epoch, source, placed) >= expected;
@@ -359,8 +386,7 @@ __device__ inline void reset_pushers(const InternodeDispatchParams &p, int first
 }
 
 // As run_dispatch_roles().
-__device__ inline void run_push_roles(const InternodeDispatchParams &p, uint64_t epoch, const RowsThere *there,
-                                      uint8_t *shared) {
+__device__ inline void run_push_roles(const InternodeDispatchParams &p, uint64_t epoch, const RowsThere *there) {
   const Session &s = p.d.session;
   const int warp = warp_id(), blocks = static_cast<int>(gridDim.x), block = static_cast<int>(blockIdx.x);
   const int channels = static_cast<int>(p.rings.channels), from_nodes = p.internode.num_nodes * channels,
@@ -368,9 +394,8 @@ __device__ inline void run_push_roles(const InternodeDispatchParams &p, uint64_t
   if (warp < p.shape.senders) {
     const int first = warp * blocks + block, step = p.shape.senders * blocks;
     reset_streams(p.lists.to_nodes, first, step, to_nodes, channels);
-    RowStage stage(p.stages, shared, warp);
     serve_streams(s, kRoleSender, first, step, to_nodes,
-                  [&](int stream, BlockedStream &blocked) { return serve_sender(p, epoch, stream, stage, blocked); });
+                  [&](int stream, BlockedStream &blocked) { return serve_sender(p, epoch, stream, blocked); });
   } else if (warp < p.shape.senders + p.shape.pushers) {
     const int first = (warp - p.shape.senders) * blocks + block, step = p.shape.pushers * blocks;
     reset_pushers(p, first, step, from_nodes);

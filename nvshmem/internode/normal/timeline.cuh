@@ -10,9 +10,9 @@ enum Role { kRoleSender, kRoleRelay, kRoleReader, kRolePusher, kRoleNodeSum, kRo
 enum Phase { kPhaseStage, kPhasePut, kPhaseCopy, kPhaseSum, kPhaseSignal, kNumPhases };
 
 // Of one role, in cycles: warps that had streams; their time from first to last; the longest of them; by phase. From
-// the kernel's begin: the last end of a warp.
+// the kernel's begin: when warps began and when a stream of theirs first moved, added up; the last end of a warp.
 struct RoleTimes {
-  unsigned long long warps, all, longest, last, phases[kNumPhases];
+  unsigned long long warps, all, longest, began, moved, last, phases[kNumPhases];
 };
 
 #ifdef DEEPEP_TIMELINE
@@ -46,12 +46,15 @@ struct InPhase {
 };
 struct InRole {
   bool counts;
-  long long begin;
+  long long begin, first_move = 0;
   __device__ InRole(Role role, bool has_streams) {
     counts = has_streams;
     begin = clock64();
     if (lane_id() == 0) role_of_warp() = role;
     __syncwarp();
+  }
+  __device__ void moved() {
+    if (first_move == 0) first_move = clock64();
   }
   __device__ ~InRole() {
     if (lane_id() != 0 || !counts) return;
@@ -60,6 +63,9 @@ struct InRole {
     atomicAdd(&times.warps, 1ull);
     atomicAdd(&times.all, static_cast<unsigned long long>(end - begin));
     atomicMax(&times.longest, static_cast<unsigned long long>(end - begin));
+    atomicAdd(&times.began, static_cast<unsigned long long>(begin - block_times().begin));
+    atomicAdd(&times.moved,
+              static_cast<unsigned long long>((first_move == 0 ? end : first_move) - block_times().begin));
     atomicMax(&times.last, static_cast<unsigned long long>(end - block_times().begin));
   }
 };
@@ -77,6 +83,8 @@ __device__ __forceinline__ void end_role_times(int op) {
   atomicAdd(&all.warps, mine.warps);
   atomicAdd(&all.all, mine.all);
   atomicMax(&all.longest, mine.longest);
+  atomicAdd(&all.began, mine.began);
+  atomicAdd(&all.moved, mine.moved);
   atomicMax(&all.last, mine.last);
   for (int i = 0; i < kNumPhases; ++i) atomicAdd(&all.phases[i], mine.phases[i]);
 }
@@ -86,6 +94,7 @@ struct InPhase {
 };
 struct InRole {
   __device__ InRole(Role, bool) {}
+  __device__ void moved() {}
 };
 __device__ __forceinline__ void begin_role_times() {}
 __device__ __forceinline__ void end_role_times(int) {}

@@ -56,16 +56,17 @@ __device__ inline void end_turn(const TurnQueue &queue, const StreamTurn &turn, 
 }
 
 // As serve_streams(), of all the queue's streams; advance(stream, at, blocked) leaves in `at` how far the stream is. A
-// warp gives up when time is over and as many turns as there are streams have moved none for it.
+// warp gives up when time is over and as many turns as there are streams have moved none for it. help: turns of a warp
+// that only helps, as long as each of them moves; -1: it stays until all streams are closed.
 template <class Advance>
-__device__ inline void serve_in_turn(const Session &s, Role role, const TurnQueue &queue, Advance advance) {
-  const InRole timed(role, queue.count > 0);
+__device__ inline void serve_in_turn(const Session &s, Role role, const TurnQueue &queue, int help, Advance advance) {
+  InRole timed(role, queue.count > 0);
   __syncwarp();  // as serve_streams()
   uint64_t start = 0;
   uint32_t polls = 0, reason = 0;
   int left = 0;  // turns to try, once there is a reason
   BlockedStream missing{-1, 0, 0};
-  for (;;) {
+  for (; help != 0; help -= help > 0) {
     int closed = 0;
     StreamTurn turn = take_turn(queue, closed);
     if (closed == queue.count) return;
@@ -77,11 +78,13 @@ __device__ inline void serve_in_turn(const Session &s, Role role, const TurnQueu
       if (outcome == kBlocked) missing = blocked;
     }
     if (outcome != kBlocked) {
+      timed.moved();
       polls = reason = 0;
       missing.peer = -1;
       if (__any_sync(kAllLanes, lane_id() == 0 && has_failed(s))) return;
       continue;
     }
+    if (help > 0) return;
     if (reason != 0 && missing.peer >= 0 && --left <= 0) return report_blocked(s, reason, missing, start);
     if (polls++ == 0) start = ptx::global_timer_ns();
     if (polls % kPollsPerLook != 0) continue;

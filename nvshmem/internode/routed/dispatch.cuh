@@ -136,7 +136,7 @@ __device__ inline void store_scale(const DispatchParams &d, int64_t to, uint32_t
 // As send_row() without a routing.
 template <bool kExpand>
 __device__ inline void send_row(const RoutedDispatchParams<kExpand> &p, int node, int token, uint8_t *place,
-                                int64_t own, bool words_alone) {
+                                int64_t own) {
   const DispatchParams &d = p.d;
   const RoutedWords<kExpand> at(d, p.internode.num_peers);
   const int32_t *heads =
@@ -145,7 +145,7 @@ __device__ inline void send_row(const RoutedDispatchParams<kExpand> &p, int node
   const RowChoice choice = load_choice<kExpand>(d, token);
   const int32_t number = d.session.team.rank * d.num_max_tokens + token;
   const int64_t to = own < 0 ? -1 : row_of_lane<kExpand>(d, choice, own, d.session.team.rank);
-  if (!words_alone) copy_to_rows(d, place, d.x() + static_cast<uint64_t>(token) * d.row_bytes, to);
+  copy_to_rows(d, place, d.x() + static_cast<uint64_t>(token) * d.row_bytes, to);
   if (place != nullptr) {
     if (lane_id() == 0) words[0] = static_cast<uint32_t>(number);
 #pragma unroll 1
@@ -198,9 +198,8 @@ __device__ inline void run_routed_roles(const RoutedDispatchParams<kExpand> &p, 
   if (warp < Roles::kSenders) {
     const int first = warp * blocks + block, step = Roles::kSenders * blocks;
     reset_streams(p.lists.to_nodes, first, step, to_nodes, channels);
-    RowStage stage;
     serve_streams(s, kRoleSender, first, step, to_nodes,
-                  [&](int stream, BlockedStream &blocked) { return serve_sender(p, epoch, stream, stage, blocked); });
+                  [&](int stream, BlockedStream &blocked) { return serve_sender(p, epoch, stream, blocked); });
   } else if (warp < Roles::kSenders + Roles::kRelays) {
     const int first = (warp - Roles::kSenders) * blocks + block, step = Roles::kRelays * blocks;
     reset_streams(p.lists.from_nodes, first, step, from_nodes, channels);

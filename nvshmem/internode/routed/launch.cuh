@@ -36,7 +36,7 @@ int32_t launch_dispatch(dk_dispatch_params *p, const DispatchParams &d, int bloc
 template <bool kExpand>
 int32_t launch_combine(dk_combine_params *p, const CombineParams &c, int blocks) {
   const Team *team = handle_of<Team>(p->team);
-  RoutedCombineParams params{{c, team->internode->view, {}, {}, {}, {}, {}}, 0, 0};
+  RoutedCombineParams params{{c, team->internode->view, {}, {}, {}, {}}, 0, 0};
   params.header_bytes = record_header_bytes(c, params.internode.num_peers);
   params.most_records = most_records(c, params.internode.num_peers);
   params.rings = record_rings(team->view, params.internode, params.header_bytes + c.slot_bytes,
