@@ -188,23 +188,30 @@ __device__ inline Outcome serve_records(const RoutedCombineParams &p, uint64_t e
   const uint32_t before = state->count, slots = p.rings.slots;
   const uint32_t end =
       credit == kAllRows ? before : before + min(min(p.rings.piece, slots - before % slots), slots - (before - credit));
+  const int partner = p.internode.partner(node);
+  uint8_t *there = p.internode.puts_are_stores ? remote_block(team, partner) : nullptr;  // where records are stored
   uint32_t sent = before, last_bytes = 0;
   // It waits for room or for the last credit, unless next_record_token() says otherwise.
-  blocked = {p.internode.partner(node), static_cast<int64_t>(sent) + 1, credit};
+  blocked = {partner, static_cast<int64_t>(sent) + 1, credit};
   for (; sent < end; ++sent) {
     const int token = next_record_token(p, epoch, node, channel, taken, blocked);
     if (token < 0 || token == kNoToken) break;
-    uint8_t *place = team.self + p.rings.out(node, channel, sent);
+    uint8_t *place = there == nullptr ? team.self + p.rings.out(node, channel, sent)
+                                      : there + p.rings.in(p.internode.node, channel, sent);
     last_bytes = are_apart(p.c) ? copy_record(p, epoch, node, channel, token, place, taken)
                                 : sum_records(p, epoch, node, channel, token, place, taken, lists);
   }
   if (sent != before) {
     const InPhase phase(kPhasePut);
-    put_remote(p.internode, p.internode.partner(node), team.self + p.rings.in(p.internode.node, channel, before),
-               team.self + p.rings.out(node, channel, before),
-               static_cast<uint64_t>(sent - before - 1) * p.rings.stride + p.header_bytes + last_bytes,
-               word_at(team.self, p.internode.at.heads, p.internode.node * kMaxChannels + channel),  // in either block
-               tagged(epoch, sent));
+    uint64_t *head =
+        word_at(team.self, p.internode.at.heads, p.internode.node * kMaxChannels + channel);  // in either block
+    if (there == nullptr)
+      put_remote(p.internode, partner, team.self + p.rings.in(p.internode.node, channel, before),
+                 team.self + p.rings.out(node, channel, before),
+                 static_cast<uint64_t>(sent - before - 1) * p.rings.stride + p.header_bytes + last_bytes, head,
+                 tagged(epoch, sent));
+    else
+      set_word(partner, head, tagged(epoch, sent));
   }
   __syncwarp();
   if (lane_id() == 0) {
