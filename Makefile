@@ -303,7 +303,7 @@ ready: venv lib kernels program kernel-tests
 run: all-ready $(if $(filter cuda,$(ENGINE)),cuda) ## train a small mixture-of-experts model over 4 ranks (ENGINE=cuda: on GPUs; ARGS="--steps 50")
 	$(VENV) python/examples/train_moe.py $(if $(ENGINE),--engine $(ENGINE)) $(ARGS)
 
-test: all-ready ## run the tests that need no GPU (18 to 25 minutes on 2 cores; README: what is left out)
+test: all-ready ## run the tests that need no GPU (13 to 25 minutes on 2 cores; README: what is left out)
 	$(VENV) tools/run_tests.py
 
 test-full: all-ready ## the same with the long versions: more seeds, cycles and fuzzing

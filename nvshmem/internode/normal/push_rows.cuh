@@ -137,30 +137,30 @@ __device__ inline RingRoom room_of(const InternodeDispatchParams &p, uint64_t ep
 }
 
 // What belongs to a row besides its payload. Lane i: its number at rank i of the node, or -1, and the first extras.
-struct RowNews {
+struct RowMeta {
   int token, number;
   RowExtras extras;
 };
 // Of one of this rank's tokens.
-struct OwnNews {
+struct OwnMeta {
   static constexpr bool kChecked = false;  // whether its experts have been
   int token;
   __device__ RowExtras extras(const InternodeDispatchParams &p, int first) const {
     return load_extras(p.d, token, first);
   }
-  __device__ RowNews load(const InternodeDispatchParams &p) const {
+  __device__ RowMeta load(const InternodeDispatchParams &p) const {
     const int32_t *heads = p.d.send_head() + static_cast<int64_t>(token) * p.d.session.team.num_ranks;
     return {token, lane_id() < p.internode.num_peers ? heads[p.internode.local_rank(lane_id())] : -1, extras(p, 0)};
   }
 };
 // Of a row that a partner has sent: its words.
-struct ArrivedNews {
+struct ArrivedMeta {
   static constexpr bool kChecked = true;
   const uint32_t *words;
   __device__ RowExtras extras(const InternodeDispatchParams &p, int first) const {
     return load_arrived_extras(p.d, RowWords(p.d, p.internode.num_peers), words, first);
   }
-  __device__ RowNews load(const InternodeDispatchParams &p) const {
+  __device__ RowMeta load(const InternodeDispatchParams &p) const {
     return {static_cast<int>(ptx::ld_relaxed_sys(words)),
             lane_id() < p.internode.num_peers ? static_cast<int>(ptx::ld_relaxed_sys(words + 1 + lane_id())) : -1,
             extras(p, 0)};
@@ -169,14 +169,14 @@ struct ArrivedNews {
 
 // A row to the ranks that it is for. How many these are; -1: its number at this rank is out of range. Another rank's is
 // looked at there.
-template <class News>
+template <class Meta>
 __device__ inline int push_row(const InternodeDispatchParams &p, PushTurn &turn, const uint8_t *payload,
-                               const News &from) {
+                               const Meta &from) {
   const DispatchParams &d = p.d;
   const RowWords at(d, p.internode.num_peers);
   const int i = lane_id();
-  RowNews news = from.load(p);
-  const int own = __shfl_sync(kAllLanes, news.number, p.internode.index),
+  RowMeta meta = from.load(p);
+  const int own = __shfl_sync(kAllLanes, meta.number, p.internode.index),
             expected = __shfl_sync(kAllLanes, turn.there.count, p.internode.index);
   if (own >= expected) {
     if (i == 0)
@@ -185,29 +185,29 @@ __device__ inline int push_row(const InternodeDispatchParams &p, PushTurn &turn,
     return -1;
   }
   uint8_t *ring = nullptr, *place = nullptr;
-  if (news.number >= 0 && i != p.internode.index)
+  if (meta.number >= 0 && i != p.internode.index)
     ring = turn.block + p.words.at(p.internode.index, turn.node, turn.channel, turn.pushed++);
-  if (news.number >= 0 && news.number < turn.there.count)
-    place = turn.there.first + static_cast<int64_t>(news.number) * d.row_bytes;
+  if (meta.number >= 0 && meta.number < turn.there.count)
+    place = turn.there.first + static_cast<int64_t>(meta.number) * d.row_bytes;
   const uint32_t rings = __ballot_sync(kAllLanes, ring != nullptr);
   const int64_t row = own + turn.before_own;
-  if (i == 0 && own >= 0 && d.recv_src_idx() != nullptr) d.recv_src_idx()[row] = news.token;
+  if (i == 0 && own >= 0 && d.recv_src_idx() != nullptr) d.recv_src_idx()[row] = meta.token;
 #pragma unroll 1
   for (int first = 0; first == 0 || has_extras(d, first); first += kWarp) {
-    if (first != 0) news.extras = from.extras(p, first);
-    if (!News::kChecked) check_expert(d, news.extras);
+    if (first != 0) meta.extras = from.extras(p, first);
+    if (!Meta::kChecked) check_expert(d, meta.extras);
 #pragma unroll 1
     for (uint32_t left = rings; left != 0; left &= left - 1) {
       auto *words = reinterpret_cast<uint32_t *>(
           __shfl_sync(kAllLanes, reinterpret_cast<uint64_t>(ring), __ffs(static_cast<int>(left)) - 1));
-      if (first == 0 && i == 0) words[0] = static_cast<uint32_t>(news.token);
-      if (first == 0 && i < p.internode.num_peers) words[at.numbers + i] = static_cast<uint32_t>(news.number);
-      store_words(d, at, words, news.extras, first);
+      if (first == 0 && i == 0) words[0] = static_cast<uint32_t>(meta.token);
+      if (first == 0 && i < p.internode.num_peers) words[at.numbers + i] = static_cast<uint32_t>(meta.number);
+      store_words(d, at, words, meta.extras, first);
     }
-    if (own >= 0) store_extras(d, row, news.extras, first);
+    if (own >= 0) store_extras(d, row, meta.extras, first);
   }
   copy_to_places(place, payload, d.row_bytes);
-  return __popc(__ballot_sync(kAllLanes, news.number >= 0));
+  return __popc(__ballot_sync(kAllLanes, meta.number >= 0));
 }
 
 // Rings' counts, released after the rows' payloads.
@@ -294,10 +294,10 @@ __device__ inline Outcome serve_pusher(const InternodeDispatchParams &p, uint64_
     if (own) {
       last = !next.find(p, epoch);
       if (last) break;
-      ranks = push_row(p, turn, p.d.x() + static_cast<uint64_t>(next.token) * p.d.row_bytes, OwnNews{next.token});
+      ranks = push_row(p, turn, p.d.x() + static_cast<uint64_t>(next.token) * p.d.row_bytes, OwnMeta{next.token});
     } else {
       const uint8_t *row = team.self + p.rings.in(node, channel, read + rows);
-      ranks = push_row(p, turn, row, ArrivedNews{reinterpret_cast<const uint32_t *>(row + p.d.row_bytes)});
+      ranks = push_row(p, turn, row, ArrivedMeta{reinterpret_cast<const uint32_t *>(row + p.d.row_bytes)});
     }
     if (ranks < 0) return kBlocked;
     placed += static_cast<uint32_t>(ranks);
