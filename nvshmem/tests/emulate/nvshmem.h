@@ -13,11 +13,6 @@ inline void nvshmemx_putmem_nbi_block(void *, const void *, size_t, int) { abort
 inline void nvshmemx_putmem_signal_nbi_block(void *, const void *, size_t, uint64_t *, uint64_t, int, int) { abort(); }
 
 // Where the network's puts are stores.
-inline void nvshmemx_putmem_nbi_warp(void *to, const void *from, size_t bytes, int pe) {
-  __syncwarp();
-  if (threadIdx.x % 32 == 0) emulate::store(to, from, bytes, pe);
-  __syncwarp();
-}
 inline void *nvshmem_ptr(const void *address, int pe) { return emulate::at_rank(address, pe); }
 inline void nvshmemx_signal_op(uint64_t *word, uint64_t value, int, int pe) {
   emulate::put(nullptr, nullptr, 0, word, value, pe);
