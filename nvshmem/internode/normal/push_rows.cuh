@@ -101,13 +101,8 @@ __device__ inline uint32_t *words_pushed(const InternodeDispatchParams &p, int n
 }
 __device__ inline PushTurn begin_turn(const InternodeDispatchParams &p, const RowsThere *there, int node, int channel) {
   const TeamView &team = p.d.session.team;
-  PushTurn turn{node,
-                channel,
-                {nullptr, 0},
-                nullptr,
-                0,
-                0,
-                rows_before(p.d.rank_prefix_matrix(), team.num_ranks, p.internode.partner(node), team.rank)};
+  PushTurn turn{node, channel, {nullptr, 0}, nullptr, 0, 0, 0};
+  turn.before_own = rows_before(p.d.rank_prefix_matrix(), team.num_ranks, p.internode.partner(node), team.rank);
   const int i = lane_id();
   if (i >= p.internode.num_peers) return turn;
   turn.there = there[node * p.internode.num_peers + i];
