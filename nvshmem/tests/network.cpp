@@ -61,14 +61,19 @@ bool carry_one() {
 
 }  // namespace
 
+void *at_rank(const void *address, int pe) {
+  const ptrdiff_t there = bases[static_cast<size_t>(pe)] - bases[static_cast<size_t>(block->rank)];
+  return const_cast<uint8_t *>(static_cast<const uint8_t *>(address)) + there;
+}
+
 void put(void *to, const void *from, size_t bytes, uint64_t *word, uint64_t value, int pe) {
   const int me = block->rank;
   if (seen_put) seen_put(me, pe, word, bytes == 0 ? nullptr : to);
-  const ptrdiff_t there = bases[static_cast<size_t>(pe)] - bases[static_cast<size_t>(me)];
+  auto *there = static_cast<uint8_t *>(at_rank(to, pe));
+  auto *word_there = static_cast<uint64_t *>(at_rank(word, pe));
   if (network.stores) {
     put_sizes.push_back(bytes);
-    take_effect({static_cast<const uint8_t *>(from), static_cast<uint8_t *>(to) + there, bytes,
-                 reinterpret_cast<uint64_t *>(reinterpret_cast<uint8_t *>(word) + there), value, 0, me, pe, 0});
+    take_effect({static_cast<const uint8_t *>(from), there, bytes, word_there, value, 0, me, pe, 0});
     return;
   }
   Pipe &pipe = pipes[{static_cast<uint64_t>(me) << 32 | static_cast<uint64_t>(pe),
@@ -77,27 +82,21 @@ void put(void *to, const void *from, size_t bytes, uint64_t *word, uint64_t valu
   const size_t words = bytes / 8, first = words > 1 ? random_number() % words * 8 : 0;
   for (const auto &[at, end] : {std::pair<size_t, size_t>{0, first}, {first, bytes}})
     if (end != at)
-      pipe.waiting.push_back({static_cast<const uint8_t *>(from) + at, static_cast<uint8_t *>(to) + there + at,
-                              end - at, nullptr, 0, pipe.fences, me, pe, static_cast<int>(block->index.x)});
+      pipe.waiting.push_back({static_cast<const uint8_t *>(from) + at, there + at, end - at, nullptr, 0, pipe.fences,
+                              me, pe, static_cast<int>(block->index.x)});
   if (bytes != 0) ++pipe.fences;
   put_sizes.push_back(bytes);
-  pipe.waiting.push_back({nullptr, nullptr, 0, reinterpret_cast<uint64_t *>(reinterpret_cast<uint8_t *>(word) + there),
-                          value, pipe.fences, me, pe, static_cast<int>(block->index.x)});
-}
-
-void *at_rank(const void *address, int pe) {
-  const ptrdiff_t there = bases[static_cast<size_t>(pe)] - bases[static_cast<size_t>(block->rank)];
-  return const_cast<uint8_t *>(static_cast<const uint8_t *>(address)) + there;
+  pipe.waiting.push_back(
+      {nullptr, nullptr, 0, word_there, value, pipe.fences, me, pe, static_cast<int>(block->index.x)});
 }
 
 void store(void *to, const void *from, size_t bytes, int pe) { memcpy(at_rank(to, pe), from, bytes); }
 
 void get(uint64_t *to, const uint64_t *from, size_t words, int pe) {
   const int me = block->rank;
-  const ptrdiff_t there = bases[static_cast<size_t>(pe)] - bases[static_cast<size_t>(me)];
   Pipe &pipe = pipes[{static_cast<uint64_t>(me) << 32 | static_cast<uint64_t>(pe),
                       network.fences_alone ? 0 : block->index.x + 1}];
-  pipe.waiting.push_back({reinterpret_cast<const uint8_t *>(from) + there, reinterpret_cast<uint8_t *>(to), words * 8,
+  pipe.waiting.push_back({static_cast<const uint8_t *>(at_rank(from, pe)), reinterpret_cast<uint8_t *>(to), words * 8,
                           nullptr, 0, pipe.fences, me, pe, static_cast<int>(block->index.x)});
 }
 
