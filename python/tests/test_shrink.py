@@ -225,8 +225,8 @@ def rank_recovery(ctx, case, missed):
         if ctx.rank != GONE:
             round_trips(ctx, buffer, case, lost_pairs(ctx.size))
             assert mask_of(ctx, buffer) == only(ctx.size, GONE)
-        else:
-            time.sleep(scaled(ctx, 1.0))
+        ctx.barrier()
+        if ctx.rank == GONE:
             for turn in range(3 - missed):
                 call = lowlat.dispatch(ctx, buffer, case.but(seed=case.seed + turn), B)
                 lowlat.combine(ctx, buffer, call)
