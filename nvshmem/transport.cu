@@ -216,6 +216,9 @@ bool internode::transport_stores(uint64_t transport) {
       return false;
   return true;
 }
+uint8_t *internode::transport_block(uint64_t transport, int rank) {
+  return static_cast<uint8_t *>(nvshmem_ptr(handle_of<Transport>(transport)->block, rank));
+}
 const std::vector<int> &internode::transport_queues(uint64_t transport) {
   return handle_of<Transport>(transport)->handles;
 }
@@ -240,9 +243,6 @@ __device__ void internode::put_by_warp(void *to, const void *from, uint32_t byte
   if (put_by_wire(rank, to, from, bytes, word, value)) return;
 #endif
   nvshmemx_putmem_signal_nbi_warp(to, from, bytes, word, value, NVSHMEM_SIGNAL_SET, rank);
-}
-__device__ void internode::store_by_warp(void *to, const void *from, uint32_t bytes, int rank) {
-  nvshmemx_putmem_nbi_warp(to, from, bytes, rank);
 }
 __device__ void internode::signal_by_thread(uint64_t *word, uint64_t value, int rank) {
 #ifdef DEEPEP_TEST_WIRE

@@ -77,6 +77,7 @@ struct NodeView {
 
 bool transport_reaches(uint64_t transport, int rank);          // transport.cu
 bool transport_stores(uint64_t transport);                     // all its puts are stores over NVLink
+uint8_t *transport_block(uint64_t transport, int rank);        // then: where a rank's block is mapped
 const std::vector<int> &transport_queues(uint64_t transport);  // handles; none where NVSHMEM has no such thing
 
 }  // namespace deepep::internode

@@ -80,7 +80,7 @@ struct Rank {
   std::unique_ptr<Scratch> scratch{new Scratch{}};
   std::unique_ptr<LowLatencyState> state{new LowLatencyState{}};
   dk_status status{};
-  std::vector<uint8_t *> peers;
+  std::vector<uint8_t *> peers, blocks;  // blocks: into which it stores, in low latency
   LowLatencyTeam team{};
   std::vector<Exchange> exchanges;
   std::vector<std::function<void()>> steps;           // by all lanes of its grid
@@ -104,6 +104,7 @@ struct World {
   size_t lost_from = 0;         // from this round on
   size_t back_from = SIZE_MAX;  // until before this one
   size_t came = 0;              // ranks at the meetings before and after it returns
+  bool nvlink = false;          // between nodes, too
   bool replayed = false;        // combines always send from the same buffer, as in a graph
   bool again = false;           // each combine runs twice
   bool recycled = false;        // a dispatch has the outputs of the one before
@@ -376,7 +377,7 @@ void add(std::vector<float> &sum, const std::vector<float> &row, float weight) {
 bool has_table(const World &w, size_t which) { return which % w.ahead + 2 >= w.ahead; }
 
 bool reached_by_stores(const World &w, int from, int to) {
-  return from == to || (!w.c.all_remote && from / w.c.peers == to / w.c.peers);
+  return w.nvlink || from == to || (!w.c.all_remote && from / w.c.peers == to / w.c.peers);
 }
 // Whether the experts' rank sums the rows of a rank's tokens.
 bool is_summed(const World &w, int at, int me, size_t which, bool second) {
@@ -657,13 +658,15 @@ void run_case(uint64_t seed) {
                   style == 0 || (style == 1 && pick(0, 1) != 0));
   std::vector<uint8_t *> blocks;
   for (Rank &r : w.ranks) blocks.push_back(aligned(r.block));
-  const bool nvlink = seed % 4 >= 2;
+  w.nvlink = seed % 4 >= 2;
   emulate::start_network({seed, fences_alone}, blocks);
   const bool held = seed % 3 == 0;
   if (held) hold_words();
   const bool keeps = seed / 4 % 2 == 1;
   for (Rank &r : w.ranks) {
-    r.team.puts_are_stores = nvlink;
+    for (int to = 0; to < c.ranks(); ++to)
+      r.blocks.push_back(reached_by_stores(w, r.team.view.rank, to) ? blocks[static_cast<size_t>(to)] : nullptr);
+    r.team.blocks = r.blocks.data();
     r.team.max_shared = keeps ? sizeof deep_ep::internode_ll::calls : 0;
   }
   // A rank that pauses while the others go on, for less than the time limit.
@@ -699,7 +702,7 @@ void run_case(uint64_t seed) {
   emulate::watch(nullptr, nullptr);
   printf("case %llu: %d nodes of %d%s%s, %d local experts, hidden %d, top-%d, B %d%s%s%s%s%s%s: ok\n",
          static_cast<unsigned long long>(seed), c.nodes, c.peers, c.all_remote ? ", all remote" : "",
-         nvlink ? ", over NVLink" : "", c.local_experts, c.hidden, c.topk, c.tokens,
+         w.nvlink ? ", over NVLink" : "", c.local_experts, c.hidden, c.topk, c.tokens,
          overlap       ? ", overlapping"
          : w.ahead > 1 ? ", dispatches ahead"
          : halves      ? ", halves"

@@ -90,8 +90,6 @@ void put(void *to, const void *from, size_t bytes, uint64_t *word, uint64_t valu
       {nullptr, nullptr, 0, word_there, value, pipe.fences, me, pe, static_cast<int>(block->index.x)});
 }
 
-void store(void *to, const void *from, size_t bytes, int pe) { memcpy(at_rank(to, pe), from, bytes); }
-
 void get(uint64_t *to, const uint64_t *from, size_t words, int pe) {
   const int me = block->rank;
   Pipe &pipe = pipes[{static_cast<uint64_t>(me) << 32 | static_cast<uint64_t>(pe),

@@ -14,9 +14,6 @@ void get(uint64_t *to, const uint64_t *from, size_t words, int pe);
 // What lies at a rank where `address` lies here.
 void *at_rank(const void *address, int pe);
 
-// Stores bytes at a rank.
-void store(void *to, const void *from, size_t bytes, int pe);
-
 struct Network {
   uint64_t seed;
   bool fences_alone;

@@ -11,11 +11,6 @@ inline void put_by_warp(void *to, const void *from, uint32_t bytes, uint64_t *wo
   if (lane_id() == 0) emulate::put(to, from, bytes, word, value, rank);
   __syncwarp();
 }
-inline void store_by_warp(void *to, const void *from, uint32_t bytes, int rank) {
-  __syncwarp();
-  if (lane_id() == 0) emulate::store(to, from, bytes, rank);
-  __syncwarp();
-}
 inline void signal_by_thread(uint64_t *word, uint64_t value, int rank) {
   emulate::put(nullptr, nullptr, 0, word, value, rank);
 }

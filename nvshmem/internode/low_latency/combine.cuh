@@ -20,29 +20,31 @@ __device__ inline int source_of_row(const InternodeLlParams &p, int local_expert
   return -1;
 }
 
-// By a warp. Where threads move the bytes it copies the row to the destination; else it stages the row where a NIC can
-// read it, unless zero copy has it there already.
+// By a warp: stores the row at the destination, or stages it where a NIC can read it, unless zero copy has it there
+// already.
 __device__ inline void send_expert_row(const InternodeLlCombineParams &c, uint64_t epoch, int local_expert, int row,
                                        int dest, int token) {
   const InternodeLlParams &p = c.call;
   const int rank = p.session.team.rank, expert = rank * p.num_local + local_expert;
   const int64_t number = local_expert * p.rows_per_expert() + row;
   const uint8_t *from = c.x + static_cast<uint64_t>(number) * c.x_row_stride;
-  uint8_t *stage = mine_at(p, p.at.stage + static_cast<uint64_t>(number) * 2 * p.hidden);
+  const uint64_t at = expert_row_at(p, epoch, expert, token);
+  uint8_t *const block = p.blocks[dest];
+  uint8_t *to = block != nullptr ? block + at : mine_at(p, p.at.stage + static_cast<uint64_t>(number) * 2 * p.hidden);
   uint32_t kind = kRowPlain, bytes = 2 * static_cast<uint32_t>(p.hidden);
   uint4 coded{0, 0, 0, 0};
   if ((p.flags & DK_LL_LOGFMT) != 0) coded = choose_coded(from, p.hidden);
   if ((coded.x | coded.y | coded.z | coded.w) != 0) {
-    bytes = encode_row(from, stage, p.hidden, coded);
+    bytes = encode_row(from, to, p.hidden, coded);
     kind = kRowLogfmt;
-    from = stage;
-  } else if ((p.flags & DK_LL_ZERO_COPY) == 0 && !takes_stores(p, dest)) {
-    copy_row(stage, from, bytes);
-    __syncwarp();
-    from = stage;
+    from = to;
+  } else if (block != nullptr || (p.flags & DK_LL_ZERO_COPY) == 0) {
+    copy_row(to, from, bytes);
+    from = to;
   }
-  deliver(p, {dest, bytes, expert_row_at(p, epoch, expert, token), expert_word_at(p, epoch, expert, token),
-              signal_word(epoch, rank, kind), from});
+  __syncwarp();
+  send_delivery(
+      p, {dest, block, bytes, at, expert_word_at(p, epoch, expert, token), signal_word(epoch, rank, kind), from});
   if (lane_id() == 0) count_bytes(p.session, dest, 2ull * p.hidden);
 }
 

@@ -2,11 +2,12 @@
 // waits, the end of a call. kernels/cuda/impl/low_latency/shared.cuh has what the CUDA library's kernels do alike.
 //
 // All ranks are reached in the same way: the sender delivers a row together with its signal word, by stores and a
-// release inside the node, by one put-with-signal to another node (DK_TEAM_LL_TRANSPORT: to every other rank). No two
-// operations need an order between them. A signal word carries the sender's rank and the number of its call and lies
-// outside user-visible memory; rows lie in the rdma region, in two slots that calls use in turn. The sender uses a
-// slot, and the source of a put, again only after the receiver has posted a credit for what was in it: the receiver has
-// the data, so the put is complete. A NIC reads registered memory alone, so rows are staged in this rank's block.
+// release where NVLink reaches the rank, else by one put-with-signal (DK_TEAM_LL_TRANSPORT: never by an address of the
+// node's own). No two operations need an order between them. A signal word carries the sender's rank and the number of
+// its call and lies outside user-visible memory; rows lie in the rdma region, in two slots that calls use in turn. The
+// sender uses a slot, and the source of a put, again only after the receiver has posted a credit for what was in it:
+// the receiver has the data, so the put is complete. What a NIC sends is staged in this rank's block, since it reads
+// registered memory alone; what is stored goes to its place at once.
 //   rdma region: combine's staged rows (zero copy's buffers) [2] | slots [2]
 //   wire region after the ring's flags: signal words [2] | counts, in and out [2] | tables of received tokens [2] |
 //   weights of combine, in and out [2]
@@ -64,10 +65,9 @@ struct InternodeLlParams : LowLatencyArguments {
   LowLatencyOffsets at;
   LowLatencyState *state;
   int32_t num_local, stage;  // experts of a rank; combine: index of the buffer at `at.stage`
-  // Puts are stores over NVLink: the threads that call move the bytes, and several warps may share a put.
-  bool puts_are_stores;
-  uint32_t coding_at;  // combine that sends LogFMT: where in a block's shared memory its groups have their Coding
-  bool keeps_sums;     // there is room for the groups' sums behind it
+  uint8_t *const *blocks;    // [R]: those into which threads store; null: a NIC serves what goes there
+  uint32_t coding_at;        // combine that sends LogFMT: where in a block's shared memory its groups have their Coding
+  bool keeps_sums;           // there is room for the groups' sums behind it
 
   // Whether a dispatch's rows bring their tokens' weights. Shapes of small rows have no room for them.
   __device__ bool brings_weights() const { return topk_weights != nullptr && at.weights_at < at.row_bytes; }
@@ -137,52 +137,26 @@ __device__ inline bool uses_stores(const TeamView &team, int rank) {
 // A message: bytes for an offset in a rank's block, then a signal word.
 struct Delivery {
   int rank;
+  uint8_t *block;  // of the rank; null: a NIC takes the bytes from `from`
   uint32_t bytes;  // a multiple of 16
   uint64_t to, word_at, word;
   const uint8_t *from;
 };
-struct Share {  // of the warps that deliver a message together
-  int number, of;
-};
 
-// Whether the threads that send move the bytes to a rank.
-__device__ inline bool takes_stores(const InternodeLlParams &p, int rank) {
-  return p.puts_are_stores || uses_stores(p.session.team, rank);
+// By a warp, behind a barrier among those that have stored the bytes, or staged them for a NIC: the word, or the whole
+// put. Not inlined: a caller would have to spill what it holds in registers around each call of NVSHMEM's functions.
+__device__ __noinline__ inline void send_delivery(const InternodeLlParams &p, const Delivery &d) {
+  uint8_t *self = p.session.team.self;
+  if (d.block == nullptr)
+    put_by_warp(self + d.to, d.from, d.bytes, reinterpret_cast<uint64_t *>(self + d.word_at), d.word, d.rank);
+  else if (lane_id() == 0)
+    ptx::st_release_sys(reinterpret_cast<uint64_t *>(d.block + d.word_at), d.word);
 }
-// By a warp: its share of the bytes, or by the first one all of a put that a NIC serves, with the word. After a barrier
-// among these warps one thread calls end_delivery. Not inlined: a caller would have to spill what it holds in registers
-// around each call of NVSHMEM's functions.
-__device__ __noinline__ inline void deliver_share(const InternodeLlParams &p, const Delivery &d, Share share) {
-  const TeamView &team = p.session.team;
-  if (!takes_stores(p, d.rank)) {
-    if (share.number == 0)
-      put_by_warp(team.self + d.to, d.from, d.bytes, reinterpret_cast<uint64_t *>(team.self + d.word_at), d.word,
-                  d.rank);
-    return;
-  }
-  const uint32_t part = ceil_div(d.bytes, 16u * share.of) * 16, first = min(d.bytes, share.number * part),
-                 bytes = min(part, d.bytes - first);
-  if (bytes == 0) return;
-  if (!uses_stores(team, d.rank))
-    store_by_warp(team.self + d.to + first, d.from + first, bytes, d.rank);
-  else if (team.peers[d.rank] + d.to != d.from)
-    copy_row(team.peers[d.rank] + d.to + first, d.from + first, bytes);
-}
-// By one thread: the word, after all that the warps have written. Nothing is left to do for a NIC.
-__device__ __noinline__ inline void end_delivery(const InternodeLlParams &p, const Delivery &d) {
-  const TeamView &team = p.session.team;
-  if (uses_stores(team, d.rank))
-    ptx::st_release_sys(reinterpret_cast<uint64_t *>(team.peers[d.rank] + d.word_at), d.word);
-  else if (p.puts_are_stores) {
-    ptx::fence_acq_rel_sys();
-    signal_by_thread(mine_at<uint64_t>(p, d.word_at), d.word, d.rank);
-  }
-}
-// By a warp: all of a message.
+// By a warp: all of a message that lies at `from`.
 __device__ inline void deliver(const InternodeLlParams &p, const Delivery &d) {
-  deliver_share(p, d, {0, 1});
+  if (d.block != nullptr) copy_row(d.block + d.to, d.from, d.bytes);
   __syncwarp();
-  if (lane_id() == 0) end_delivery(p, d);
+  send_delivery(p, d);
 }
 
 // A dispatch as in one node. A combine says whether its weights follow, which is not compared.
@@ -208,8 +182,8 @@ __device__ inline void post_low_latency(const InternodeLlParams &p, uint64_t epo
     const uint64_t taken = slot < kLowLatencySlots ? max(team.scratch->consumed[slot][r], given_up_by(team, r)) : 0;
     if (r != team.rank && slot < kLowLatencySlots && p.state->posted[slot][r] != taken) {
       const uint64_t at = credit_at(team, slot, team.rank);
-      if (uses_stores(team, r))
-        ptx::st_release_sys(reinterpret_cast<uint64_t *>(team.peers[r] + at), taken);
+      if (p.blocks[r] != nullptr)
+        ptx::st_release_sys(reinterpret_cast<uint64_t *>(p.blocks[r] + at), taken);
       else
         signal_by_thread(mine_at<uint64_t>(p, at), taken, r);
       p.state->posted[slot][r] = taken;
@@ -217,7 +191,7 @@ __device__ inline void post_low_latency(const InternodeLlParams &p, uint64_t epo
     __syncwarp();
     const uint64_t to = handshake_at(team, epoch, team.rank);
     if (p.sends())
-      deliver(p, {r, offsetof(HandshakeMessage, epoch), to, to + offsetof(HandshakeMessage, epoch), epoch,
+      deliver(p, {r, p.blocks[r], offsetof(HandshakeMessage, epoch), to, to + offsetof(HandshakeMessage, epoch), epoch,
                   reinterpret_cast<const uint8_t *>(out)});
   }
 }

@@ -1,6 +1,7 @@
 // dispatch_send.cuh - libdeepep_nvshmem.so, low latency for teams with a transport, the sending half of dispatch. A
-// token's row goes once to each rank that holds one of its experts. The sender casts and stages the row once, after a
-// header with its position among this source's rows of each of its experts. A source numbers its rows for a destination
+// token's row goes once to each rank that holds one of its experts. The sender casts the row once, stores it at each
+// rank that it can store to and stages it for the others, after a header with its position among this source's rows of
+// each of its experts. A source numbers its rows for a destination
 // in the order of its tokens, so it sends nothing about tokens without an expert there. One more message for each pair
 // of ranks carries the counts.
 #pragma once
@@ -29,7 +30,10 @@ struct SendRoute {                    // shared: of the token that a block sends
   int32_t expert[kMaxTopk];           // -1: none, or an earlier entry names it
   float weight[kMaxTopk];             // summed over the entries that name it
   int32_t rank[kMaxTopk], num_ranks;  // destinations
-  uint32_t before[2][kMaxTopk];       // earlier tokens for each of these experts, and for each of these ranks
+  uint8_t *block[kMaxTopk];           // theirs; null: a NIC serves them
+  uint8_t *stores[kMaxTopk + 1];      // blocks into which the row is stored, this rank's too where a NIC has to read it
+  int32_t num_stores;
+  uint32_t before[2][kMaxTopk];  // earlier tokens for each of these experts, and for each of these ranks
 };
 
 // What a block loads of a token, of its first one before it knows whether the slots are empty.
@@ -79,9 +83,19 @@ __device__ inline void read_route(const InternodeLlParams &p, const TokenLoads &
   route->expert[lane] = (same_expert & below) != 0 ? -1 : expert;
   if (p.brings_weights()) route->weight[lane] = sum_of_same(p, expert, loads.weight, same_expert);
   const bool first = serves && (same_rank & below) == 0;
-  const uint32_t ranks = __ballot_sync(kAllLanes, first);
-  if (first) route->rank[__popc(ranks & below)] = rank;
-  if (lane == 0) route->num_ranks = __popc(ranks);
+  uint8_t *block = first ? p.blocks[rank] : nullptr, *self = p.session.team.self;
+  const uint32_t ranks = __ballot_sync(kAllLanes, first), stores = __ballot_sync(kAllLanes, block != nullptr);
+  const bool stages = stores != ranks && !__any_sync(kAllLanes, block == self);
+  if (first) {
+    route->rank[__popc(ranks & below)] = rank;
+    route->block[__popc(ranks & below)] = block;
+  }
+  if (block != nullptr) route->stores[__popc(stores & below)] = block;
+  if (lane == 0) {
+    if (stages) route->stores[__popc(stores)] = self;
+    route->num_ranks = __popc(ranks);
+    route->num_stores = __popc(stores) + (stages ? 1 : 0);
+  }
   route->before[0][lane] = route->before[1][lane] = 0;
 }
 
@@ -133,8 +147,26 @@ __device__ inline void count_earlier_tokens(const InternodeLlParams &p, int toke
   }
 }
 
-// Whole block: casts the row to FP8, 16 channels a thread, and writes its scales after it.
-__device__ inline void stage_fp8_row(const InternodeLlParams &p, const uint4 *x, const TokenLoads &loads, uint8_t *to) {
+// Where a row is stored: at the same offset of several blocks.
+struct RowStores {
+  uint8_t *const *blocks;  // shared
+  int count;
+  uint64_t at;
+
+  __device__ __forceinline__ void store(uint32_t offset, const uint4 &data) const {
+#pragma unroll 1
+    for (int n = 0; n < count; ++n) ptx::st_stream(blocks[n] + at + offset, data);
+  }
+  template <class T>
+  __device__ __forceinline__ void store_value(uint32_t offset, T value) const {
+#pragma unroll 1
+    for (int n = 0; n < count; ++n) *reinterpret_cast<T *>(blocks[n] + at + offset) = value;
+  }
+};
+
+// Whole block: casts the row to FP8, 16 channels a thread, and stores its scales after it.
+__device__ inline void store_fp8_row(const InternodeLlParams &p, const uint4 *x, const TokenLoads &loads,
+                                     const RowStores &to) {
   const int pieces = p.hidden / 16;
   for (int first = 0; first < pieces; first += kLlThreads) {
     const int at = first + static_cast<int>(threadIdx.x);
@@ -147,37 +179,37 @@ __device__ inline void stage_fp8_row(const InternodeLlParams &p, const uint4 *x,
     }
     const Fp8Scale scale = fp8_scale_of_eight(a, b, (p.flags & DK_LL_ROUND_SCALE) != 0);
     if (!mine) continue;
-    ptx::st_stream(to + 16 * at, cast_sixteen(a, b, scale.inverse));
-    if (at % 8 == 0) reinterpret_cast<float *>(to + p.hidden)[at / 8] = scale.scale;
+    to.store(16 * at, cast_sixteen(a, b, scale.inverse));
+    if (at % 8 == 0) to.store_value(p.hidden + at / 2, scale.scale);
   }
 }
 
-// Whole block: FP4, the caller's bytes or a cast of the row, 32 channels a thread; the scales are written after it.
-__device__ __noinline__ inline void stage_fp4_row(const InternodeLlDispatchParams &d, int token, uint8_t *to) {
+// Whole block: FP4, the caller's bytes or a cast of the row, 32 channels a thread; the scales are stored after it.
+__device__ __noinline__ inline void store_fp4_row(const InternodeLlDispatchParams &d, int token, const RowStores &to) {
   const InternodeLlParams &p = d.call;
   const bool casts = p.format == DK_FORMAT_NVFP4;
   const uint8_t *x = d.x + static_cast<uint64_t>(token) * (casts ? 2 * p.hidden : p.hidden / 2);
   const float factor = casts ? fp4_factor(d.x_scales) : 0;
   for (int at = threadIdx.x; at < p.hidden / 32; at += kLlThreads) {
     uint32_t scales = 0;
-    ptx::st_stream(to + 16 * at, casts ? cast_fp4_piece(x + 64 * at, factor, scales) : ptx::ld_stream(x + 16 * at));
-    if (casts) reinterpret_cast<uint16_t *>(to + p.hidden / 2)[at] = static_cast<uint16_t>(scales);
+    to.store(16 * at, casts ? cast_fp4_piece(x + 64 * at, factor, scales) : ptx::ld_stream(x + 16 * at));
+    if (casts) to.store_value(p.hidden / 2 + 2 * at, static_cast<uint16_t>(scales));
   }
   if (casts) return;
   const auto *scales =
       reinterpret_cast<const uint32_t *>(d.x_scales + static_cast<uint64_t>(token) * (p.hidden / kFp4Channels));
-  for (int at = threadIdx.x; at < p.hidden / 64; at += kLlThreads)
-    reinterpret_cast<uint32_t *>(to + p.hidden / 2)[at] = scales[at];
+  for (int at = threadIdx.x; at < p.hidden / 64; at += kLlThreads) to.store_value(p.hidden / 2 + 4 * at, scales[at]);
 }
 
-__device__ inline void stage_row(const InternodeLlDispatchParams &d, int token, const TokenLoads &loads, uint8_t *to) {
+__device__ inline void store_row(const InternodeLlDispatchParams &d, int token, const TokenLoads &loads,
+                                 const RowStores &to) {
   const InternodeLlParams &p = d.call;
-  if (is_fp4(p)) return stage_fp4_row(d, token, to);
+  if (is_fp4(p)) return store_fp4_row(d, token, to);
   const auto *x = reinterpret_cast<const uint4 *>(d.x + static_cast<uint64_t>(token) * 2 * p.hidden);
-  if (p.format == DK_FORMAT_FP8) return stage_fp8_row(p, x, loads, to);
+  if (p.format == DK_FORMAT_FP8) return store_fp8_row(p, x, loads, to);
   const int thread = static_cast<int>(threadIdx.x);
   for (int at = thread; at < p.hidden / 8; at += kLlThreads)
-    ptx::st_stream(to + 16 * at, at == thread ? loads.a : at == thread + kLlThreads ? loads.b : x[at]);
+    to.store(16 * at, at == thread ? loads.a : at == thread + kLlThreads ? loads.b : x[at]);
 }
 
 // Whole block: the token's route, with the numbers of earlier tokens.
@@ -195,31 +227,21 @@ __device__ inline void send_token(const InternodeLlDispatchParams &d, uint64_t e
   const int rank = s.team.rank, lane = lane_id(), num_ranks = route->num_ranks;
   const uint64_t at = row_at(p, epoch, rank, token);
   const bool brings_weights = p.brings_weights();
-  uint8_t *stage = mine_at(p, at);
-  stage_row(d, token, loads, stage + p.at.header_bytes);
+  const RowStores row{route->stores, route->num_stores, at};
+  store_row(d, token, loads, {row.blocks, row.count, at + p.at.header_bytes});
   if (is_last_warp() && lane < p.num_topk && (p.at.header_bytes != 0 || brings_weights)) {
     const int expert = route->expert[lane];
-    reinterpret_cast<uint32_t *>(stage + entries_at(p))[lane] =
-        expert < 0 ? kNoEntry : static_cast<uint32_t>(expert) << 16 | route->before[0][lane];
-    if (brings_weights) reinterpret_cast<float *>(stage + entry_weights_at(p))[lane] = route->weight[lane];
+    row.store_value(entries_at(p) + 4 * lane,
+                    expert < 0 ? kNoEntry : static_cast<uint32_t>(expert) << 16 | route->before[0][lane]);
+    if (brings_weights) row.store_value(entry_weights_at(p) + 4 * lane, route->weight[lane]);
   }
   __syncthreads();
   mark(kMarkRowOut, threadIdx.x == 0);
-  const auto delivery = [&](int n) -> Delivery {
-    return {route->rank[n],
-            brings_weights ? p.at.row_bytes : p.at.weights_at,
-            at,
-            row_word_at(p, epoch, rank, static_cast<int>(route->before[1][n])),
-            signal_word(epoch, rank, static_cast<uint32_t>(token)),
-            stage};
-  };
-  const int warps = max(1, kLlWarps / max(num_ranks, 1));  // for each rank
-  for (int i = warp_id(); i < num_ranks * warps; i += kLlWarps)
-    deliver_share(p, delivery(i / warps), {i % warps, warps});
-  __syncthreads();
-  for (int n = warp_id(); n < num_ranks && lane == 0; n += kLlWarps) {
-    end_delivery(p, delivery(n));
-    count_bytes(s, route->rank[n], dispatch_payload(p));
+  for (int n = warp_id(); n < num_ranks; n += kLlWarps) {
+    send_delivery(p, {route->rank[n], route->block[n], brings_weights ? p.at.row_bytes : p.at.weights_at, at,
+                      row_word_at(p, epoch, rank, static_cast<int>(route->before[1][n])),
+                      signal_word(epoch, rank, static_cast<uint32_t>(token)), mine_at(p, at)});
+    if (lane == 0) count_bytes(s, route->rank[n], dispatch_payload(p));
   }
 }
 
@@ -252,18 +274,22 @@ __device__ inline void count_tokens(const InternodeLlParams &p, int32_t *counts)
 // The counting block sends them.
 __device__ inline void send_token_counts(const InternodeLlParams &p, uint64_t epoch, const int32_t *counts) {
   const TeamView &team = p.session.team;
-  const uint64_t out = p.at.counts_out[slot_of(epoch)];
-  for (int i = threadIdx.x; i < p.num_experts; i += kLlThreads)
-    mine_at<uint32_t>(p, out + static_cast<uint64_t>(i / p.num_local) * p.at.counts_bytes)[i % p.num_local] =
+  const uint64_t out = p.at.counts_out[slot_of(epoch)],
+                 in = p.at.counts_in[slot_of(epoch)] + static_cast<uint64_t>(team.rank) * p.at.counts_bytes;
+  for (int i = threadIdx.x; i < p.num_experts; i += kLlThreads) {
+    const int r = i / p.num_local;
+    uint8_t *block = is_masked(p.session, r) ? nullptr : p.blocks[r],
+            *to = block != nullptr ? block + in : mine_at(p, out + static_cast<uint64_t>(r) * p.at.counts_bytes);
+    reinterpret_cast<uint32_t *>(to)[i % p.num_local] =
         static_cast<uint32_t>(counts[i]) | (p.brings_weights() ? kBringsWeights : 0);
+  }
   __syncthreads();
   for (int r = warp_id(); r < team.num_ranks; r += kLlWarps) {
     if (__any_sync(kAllLanes, is_masked(p.session, r))) continue;
     const uint32_t rows = static_cast<uint32_t>(counts[p.num_experts + r]);
-    deliver(
-        p, {r, p.at.counts_bytes, p.at.counts_in[slot_of(epoch)] + static_cast<uint64_t>(team.rank) * p.at.counts_bytes,
-            message_word_at(p, epoch, team.rank), signal_word(epoch, team.rank, rows),
-            mine_at(p, out + static_cast<uint64_t>(r) * p.at.counts_bytes)});
+    send_delivery(
+        p, {r, p.blocks[r], p.at.counts_bytes, in, message_word_at(p, epoch, team.rank),
+            signal_word(epoch, team.rank, rows), mine_at(p, out + static_cast<uint64_t>(r) * p.at.counts_bytes)});
   }
   __syncthreads();
 }

@@ -21,9 +21,9 @@ struct LowLatencyTeam {
   TeamView view;
   uint64_t outbox;  // from the start of the block, kLowLatencyOutboxBytes
   LowLatencyState *state;
-  int next_stage;        // index of the buffer of staged rows that the next combine sends from
-  bool puts_are_stores;  // over NVLink, to every rank that puts go to
-  size_t max_shared;     // dynamic shared memory that a block of combine gets
+  int next_stage;          // index of the buffer of staged rows that the next combine sends from
+  uint8_t *const *blocks;  // of InternodeLlParams
+  size_t max_shared;       // dynamic shared memory that a block of combine gets
 };
 
 // The wire region behind the ring's flags: for each slot areas of arrival words, counts, a table of a dispatch's tokens
@@ -118,7 +118,7 @@ int32_t fill_call(const P *p, const LowLatencyTeam &team, uint32_t op, uint32_t 
   if (shared_bytes(p, team.view.num_ranks) > kMaxTables) return DK_EUNSUPPORTED;
   static_cast<LowLatencyArguments &>(*call) = low_latency_arguments(p, team.view, op);
   call->state = team.state;
-  call->puts_are_stores = team.puts_are_stores;
+  call->blocks = team.blocks;
   call->num_local = p->num_experts / team.view.num_ranks;
   return DK_OK;
 }

@@ -11,8 +11,6 @@ namespace deepep::internode {
 __device__ void put_by_warp(void *to, const void *from, uint32_t bytes, uint64_t *word, uint64_t value, int rank);
 // By one thread: sets the word alone.
 __device__ void signal_by_thread(uint64_t *word, uint64_t value, int rank);
-// By a whole warp, where puts are stores over NVLink: puts bytes without a word.
-__device__ void store_by_warp(void *to, const void *from, uint32_t bytes, int rank);
 // By one thread: reads words of a rank's block, which lie there at the offset of `from`, into this rank's. Does not
 // wait.
 __device__ void get_by_thread(uint64_t *to, const uint64_t *from, int words, int rank);

@@ -100,7 +100,7 @@ __device__ __forceinline__ int num_workers() {
 }
 
 // By a warp: the weights of a token's entries at a rank, as that rank's table lists them.
-__device__ inline void stage_weights(const InternodeLlParams &p, int64_t index, float weight, int dest, float *to) {
+__device__ inline void store_weights(const InternodeLlParams &p, int64_t index, float weight, int dest, float *to) {
   const int expert = static_cast<int>(index);
   const uint32_t below = (1u << lane_id()) - 1, same = __match_any_sync(kAllLanes, expert);
   const float sum = sum_of_same(p, expert, weight, same);
@@ -119,8 +119,11 @@ __device__ inline void send_weights(const InternodeLlParams &p, uint64_t epoch) 
   if (static_cast<int>(blockIdx.x) >= workers) return;
   for (int i = workers - 1 - static_cast<int>(blockIdx.x); i < team.num_ranks; i += workers) {
     const int dest = (team.rank + i) % team.num_ranks;
-    const uint64_t out = p.at.weights_out[slot] + static_cast<uint64_t>(dest) * p.at.weights_bytes,
-                   in = p.at.weights_in[slot] + static_cast<uint64_t>(team.rank) * p.at.weights_bytes;
+    const uint64_t in = p.at.weights_in[slot] + static_cast<uint64_t>(team.rank) * p.at.weights_bytes;
+    uint8_t *block = p.blocks[dest],
+            *to = block != nullptr
+                      ? block + in
+                      : mine_at(p, p.at.weights_out[slot] + static_cast<uint64_t>(dest) * p.at.weights_bytes);
     for (int first = warp_id(); first < p.num_tokens; first += kTokens * kLlWarps) {
       int64_t index[kTokens];
       float weight[kTokens];
@@ -132,16 +135,13 @@ __device__ inline void send_weights(const InternodeLlParams &p, uint64_t epoch) 
 #pragma unroll
       for (int n = 0; n < kTokens; ++n)
         if (first + n * kLlWarps < p.num_tokens)
-          stage_weights(p, index[n], weight[n], dest,
-                        mine_at<float>(p, out) + static_cast<uint64_t>(first + n * kLlWarps) * p.at.max_entries);
+          store_weights(p, index[n], weight[n], dest,
+                        reinterpret_cast<float *>(to) + static_cast<uint64_t>(first + n * kLlWarps) * p.at.max_entries);
     }
     __syncthreads();
-    const Delivery delivery{
-        dest,           max(used, 16u), in, message_word_at(p, epoch, team.rank), signal_word(epoch, team.rank, 0),
-        mine_at(p, out)};
-    deliver_share(p, delivery, {warp_id(), kLlWarps});
-    __syncthreads();
-    if (threadIdx.x == 0) end_delivery(p, delivery);
+    if (warp_id() == 0)
+      send_delivery(p, {dest, block, max(used, 16u), in, message_word_at(p, epoch, team.rank),
+                        signal_word(epoch, team.rank, 0), to});
   }
 }
 
@@ -335,15 +335,15 @@ __device__ __noinline__ inline uint32_t write_logfmt_sum(const InternodeLlParams
   return any ? log_block_at(coded, p.hidden / kScaleChannels) : 2 * static_cast<uint32_t>(p.hidden);
 }
 
-// By a group: inside the node the sum is made at its place, for another node in a place where a NIC can read it.
-// `place`: among those of the buffer of staged rows.
+// By a group: the sum is stored at its place as it comes to be, for a NIC where that can read it. `place`: among those
+// of the buffer of staged rows.
 __device__ inline void send_sum(const InternodeLlParams &p, uint64_t epoch, int dest, int64_t place, SumList *list,
                                 const Coding &coding, int group, int thread) {
   const TeamView &team = p.session.team;
   const int expert = team.rank * p.num_local + list->lowest_expert, token = list->token, chunks = p.hidden / 8;
   const uint64_t at = expert_row_at(p, epoch, expert, token);
-  uint8_t *to = uses_stores(team, dest) ? team.peers[dest] + at
-                                        : mine_at(p, p.at.stage + static_cast<uint64_t>(place) * 2 * p.hidden);
+  uint8_t *block = p.blocks[dest],
+          *to = block != nullptr ? block + at : mine_at(p, p.at.stage + static_cast<uint64_t>(place) * 2 * p.hidden);
   uint32_t kind = kSumPlain, bytes = 2 * static_cast<uint32_t>(p.hidden);
   if ((p.flags & DK_LL_LOGFMT) != 0) {
     bytes = write_logfmt_sum(p, list, to, coding, group, thread, kind);
@@ -357,13 +357,10 @@ __device__ inline void send_sum(const InternodeLlParams &p, uint64_t epoch, int 
   }
   ptx::barrier_among<kLlGroupThreads>(1 + group);
   mark(kMarkRowOut, thread == 0);
-  const Delivery delivery{dest, bytes, at, expert_word_at(p, epoch, expert, token), signal_word(epoch, team.rank, kind),
-                          to};
-  deliver_share(p, delivery, {thread / kWarp, kLlGroupThreads / kWarp});
-  ptx::barrier_among<kLlGroupThreads>(1 + group);
-  if (thread != 0) return;
-  end_delivery(p, delivery);
-  count_bytes(p.session, dest, 2ull * p.hidden);
+  if (thread >= kWarp) return;
+  send_delivery(
+      p, {dest, block, bytes, at, expert_word_at(p, epoch, expert, token), signal_word(epoch, team.rank, kind), to});
+  if (thread == 0) count_bytes(p.session, dest, 2ull * p.hidden);
 }
 
 // Groups take tokens in turn: the first one of each source, then the second ones.
