@@ -32,11 +32,17 @@ __device__ inline void send_expert_row(const InternodeLlCombineParams &c, uint64
   uint8_t *const block = p.blocks[dest];
   uint8_t *to = block != nullptr ? block + at : mine_at(p, p.at.stage + static_cast<uint64_t>(number) * 2 * p.hidden);
   uint32_t kind = kRowPlain, bytes = 2 * static_cast<uint32_t>(p.hidden);
+  const bool logfmt = (p.flags & DK_LL_LOGFMT) != 0, spread = logfmt && block != nullptr;
   uint4 coded{0, 0, 0, 0};
-  if ((p.flags & DK_LL_LOGFMT) != 0) coded = choose_coded(from, p.hidden);
-  if ((coded.x | coded.y | coded.z | coded.w) != 0) {
+  if (spread)
+    coded = store_spread_row(from, to, p.hidden);
+  else if (logfmt)
+    coded = choose_coded(from, p.hidden);
+  if (spread) {
+    if (lane_id() == 0) kind |= end_spread_row(to, p.hidden / kScaleChannels, coded);
+  } else if (is_any_coded(coded)) {
     bytes = encode_row(from, to, p.hidden, coded);
-    kind = kRowLogfmt;
+    kind |= coded_kind(coded, p.hidden / kScaleChannels);
     from = to;
   } else if (block != nullptr || (p.flags & DK_LL_ZERO_COPY) == 0) {
     copy_row(to, from, bytes);
@@ -80,8 +86,7 @@ __device__ inline void send_rows(const InternodeLlCombineParams &c, uint64_t epo
 constexpr int kNoSum = -1;
 struct ExpertRows {  // shared: the rows that make up a token; count kNoSum: its sum is NaN
   const uint8_t *row[kMaxTopk];
-  uint4 coded[kMaxTopk];        // LogFMT: the row's header
-  bool is_all_coded[kMaxTopk];  // LogFMT: no block stays BF16
+  uint4 coded[kMaxTopk];  // LogFMT: the bits of a row of which some blocks stay BF16
   float weight[kMaxTopk];
   uint32_t kind[kMaxTopk];
   int32_t count;
@@ -165,13 +170,11 @@ __device__ inline void await_expert_rows(const InternodeLlParams &p, const uint6
   if ((rows >> lane & 1) != 0) {
     const int n = __popc(rows & ((1u << lane) - 1));
     const uint8_t *row = list->row[n] = mine_at(p, expert_row_at(p, e.theirs, expert, token));
-    list->kind[n] = signal_value(word);
-    if (is_logfmt(signal_value(word))) {
-      const uint4 coded = list->coded[n] = ptx::ld_stream(row);
-      const int blocks = p.hidden / kScaleChannels;
-      list->is_all_coded[n] = coded_before(coded, blocks) == blocks;
-    }
-    list->weight[n] = is_sum(signal_value(word)) ? 1.0f : e.weight;
+    const uint32_t kind = list->kind[n] = signal_value(word);
+    if (is_logfmt(kind) && !is_all_coded(kind))
+      list->coded[n] =
+          ptx::ld_stream(row + (is_spread(kind) ? (kind >> kSpreadFirstAt) * kPlainBlockBytes + kSpreadBitsAt : 0));
+    list->weight[n] = is_sum(kind) ? 1.0f : e.weight;
   }
   if (lane == 0) list->count = __popc(rows);
 }
@@ -192,8 +195,10 @@ __device__ __forceinline__ void add_expert_rows(const InternodeLlCombineParams &
       const uint8_t *row = list->row[first + n];
       if (kLogfmt && is_logfmt(list->kind[first + n])) {
         const int block = chunk / 16;
-        place[n] = list->is_all_coded[first + n] ? (kLogHeader + block * kLogBlockBytes) | kCodedPlace
-                                                 : place_of_block(list->coded[first + n], block);
+        const uint32_t kind = list->kind[first + n];
+        place[n] = is_all_coded(kind) ? coded_place(is_spread(kind), block)
+                   : is_spread(kind)  ? spread_place(list->coded[first + n], block)
+                                      : place_of_block(list->coded[first + n], block);
         data[n] = load_wire_part(row, place[n], chunk % 16);
       } else {
         data[n] = ptx::ld_stream(row + 16 * chunk);

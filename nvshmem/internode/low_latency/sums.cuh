@@ -15,9 +15,27 @@ struct InternodeLlCombineParams : LowLatencyCombineBuffers {
   InternodeLlParams call;
 };
 
-enum : uint32_t { kRowPlain = 1, kRowLogfmt = 2, kSumPlain = 3, kSumLogfmt = 4 };  // values of a row's signal word
-__device__ __forceinline__ bool is_sum(uint32_t kind) { return kind >= kSumPlain; }
-__device__ __forceinline__ bool is_logfmt(uint32_t kind) { return kind == kRowLogfmt || kind == kSumLogfmt; }
+// Values of a row's signal word: bits. Above them, of a spread row, the first block that is coded.
+enum : uint32_t { kRowPlain = 1, kRowSum = 2, kRowLogfmt = 4, kRowSpread = 8, kRowAllCoded = 16 };
+constexpr int kSpreadFirstAt = 5;
+__device__ __forceinline__ bool is_sum(uint32_t kind) { return (kind & kRowSum) != 0; }
+__device__ __forceinline__ bool is_logfmt(uint32_t kind) { return (kind & kRowLogfmt) != 0; }
+__device__ __forceinline__ bool is_spread(uint32_t kind) { return (kind & kRowSpread) != 0; }
+__device__ __forceinline__ bool is_all_coded(uint32_t kind) { return (kind & kRowAllCoded) != 0; }
+static_assert(kMaxLogChannels / kScaleChannels <= 1 << (16 - kSpreadFirstAt), "16 bits of a word");
+
+// Of a row in LogFMT.
+__device__ __forceinline__ uint32_t coded_kind(const uint4 &coded, int blocks) {
+  return kRowLogfmt | (coded_before(coded, blocks) == blocks ? kRowAllCoded : 0);
+}
+// By the thread that sends a spread row's word, after its blocks: the bits, if it has coded blocks. Returns what the
+// word says of it.
+__device__ __forceinline__ uint32_t end_spread_row(uint8_t *row, int blocks, const uint4 &coded) {
+  if (!is_any_coded(coded)) return 0;
+  const int first = first_coded(coded);
+  ptx::st_stream(row + first * kPlainBlockBytes + kSpreadBitsAt, coded);
+  return coded_kind(coded, blocks) | kRowSpread | static_cast<uint32_t>(first) << kSpreadFirstAt;
+}
 
 // ---- Which rows are summed ------------------------------------------------------------------------------------------
 
@@ -152,6 +170,8 @@ struct SumList {  // shared, of a group: the rows of x that belong to a token
   float weight[kMaxTopk];
   uint32_t coded[4];  // LogFMT: a bit for each block
   int32_t count, token, lowest_expert;
+
+  __device__ uint4 all_coded() const { return {coded[0], coded[1], coded[2], coded[3]}; }
 };
 
 // By a warp: whether a source's weights have come. The wait ends as all others do; then the sum is not sent.
@@ -288,6 +308,24 @@ __device__ __forceinline__ void place_blocks(uint8_t *to, int blocks, const uint
   }
 }
 
+// By a group: stores a sum in LogFMT, spread; list->coded has the bits of its blocks after a barrier.
+__device__ __noinline__ inline void store_spread_sum(const InternodeLlParams &p, SumList *list, uint8_t *to,
+                                                     int thread) {
+  const int chunks = p.hidden / 8;
+#pragma unroll 1
+  for (int base = thread; base - thread < chunks; base += kPieceChunks * kLlGroupThreads) {
+    uint4 data[kPieceChunks];
+    sum_piece(list, base, chunks, data);
+#pragma unroll
+    for (int u = 0; u < kPieceChunks; ++u) {
+      const int chunk = base + u * kLlGroupThreads, block = chunk / 16, part = chunk % 16;
+      const BlockRange range = range_of_block(data[u]);
+      if (chunk < chunks && store_spread_part(to, block, part, data[u], range) && part == 0)
+        atomicOr(&list->coded[block / 32], 1u << (block % 32));
+    }
+  }
+}
+
 // By a group: writes a sum in LogFMT, or as it is where no block is coded. Returns its bytes. Which blocks are coded
 // must be known first, so the sum is kept until then; without room for it, it is made again. The loops take a chunk at
 // a time: a call runs them once, and waits for code that is longer (RATIONALE.md).
@@ -314,9 +352,9 @@ __device__ __noinline__ inline uint32_t write_logfmt_sum(const InternodeLlParams
   for (int chunk = thread; chunk - thread < chunks; chunk += kLlGroupThreads)  // by whole warps
     choose_block(list, coding, chunk, chunks, chunk_of_sum(chunk));
   ptx::barrier_among<kLlGroupThreads>(1 + group);
-  const uint4 coded{list->coded[0], list->coded[1], list->coded[2], list->coded[3]};
-  const bool any = (coded.x | coded.y | coded.z | coded.w) != 0;
-  kind = any ? kSumLogfmt : kSumPlain;
+  const uint4 coded = list->all_coded();
+  const bool any = is_any_coded(coded);
+  if (any) kind |= coded_kind(coded, p.hidden / kScaleChannels);
   if (any) {
     if (thread == 0) ptx::st_stream(to, coded);
     place_blocks(to, p.hidden / kScaleChannels, coded, coding, thread);
@@ -344,8 +382,11 @@ __device__ inline void send_sum(const InternodeLlParams &p, uint64_t epoch, int 
   const uint64_t at = expert_row_at(p, epoch, expert, token);
   uint8_t *block = p.blocks[dest],
           *to = block != nullptr ? block + at : mine_at(p, p.at.stage + static_cast<uint64_t>(place) * 2 * p.hidden);
-  uint32_t kind = kSumPlain, bytes = 2 * static_cast<uint32_t>(p.hidden);
-  if ((p.flags & DK_LL_LOGFMT) != 0) {
+  uint32_t kind = kRowPlain | kRowSum, bytes = 2 * static_cast<uint32_t>(p.hidden);
+  const bool logfmt = (p.flags & DK_LL_LOGFMT) != 0, spread = logfmt && block != nullptr;
+  if (spread) {
+    store_spread_sum(p, list, to, thread);
+  } else if (logfmt) {
     bytes = write_logfmt_sum(p, list, to, coding, group, thread, kind);
   } else {
 #pragma unroll 1
@@ -358,6 +399,7 @@ __device__ inline void send_sum(const InternodeLlParams &p, uint64_t epoch, int 
   ptx::barrier_among<kLlGroupThreads>(1 + group);
   mark(kMarkRowOut, thread == 0);
   if (thread >= kWarp) return;
+  if (spread && thread == 0) kind |= end_spread_row(to, p.hidden / kScaleChannels, list->all_coded());
   send_delivery(
       p, {dest, block, bytes, at, expert_word_at(p, epoch, expert, token), signal_word(epoch, team.rank, kind), to});
   if (thread == 0) count_bytes(p.session, dest, 2ull * p.hidden);
