@@ -127,6 +127,13 @@ __device__ __forceinline__ bool is_from(uint64_t word, uint64_t epoch, int sourc
 __device__ __forceinline__ uint32_t signal_value(uint64_t word) { return static_cast<uint32_t>(word) & 0xffff; }
 static_assert(DK_MAX_RANKS <= 65536, "a rank takes 16 bits");
 
+// A source's counts are such words, too, one for each of the receiver's experts and these behind them. So whoever reads
+// them need not wait for the word of the message that has them all.
+enum { kCountRows, kCountHasWeights, kCountWords };
+__device__ inline uint64_t *counts_from(const InternodeLlParams &p, uint64_t epoch, int source) {
+  return mine_at<uint64_t>(p, p.at.counts_in[slot_of(epoch)] + static_cast<uint64_t>(source) * p.at.counts_bytes);
+}
+
 // ---- Sending --------------------------------------------------------------------------------------------------------
 
 __device__ inline bool uses_stores(const TeamView &team, int rank) {
@@ -327,6 +334,13 @@ __device__ inline bool await_message_word(const InternodeLlParams &p, uint64_t e
     seen = static_cast<int64_t>(word >> 32);
     return is_from(word, theirs, source);
   });
+}
+
+// Whole block of a receive half of dispatch, whose rows it has taken: waits for the words of the messages with counts.
+// The credit for the call says that all of it has come. With shrink they have come before.
+__device__ inline void await_messages(const InternodeLlParams &p, uint64_t epoch) {
+  for (int r = threadIdx.x; r < p.session.team.num_ranks && !p.shrinks(); r += kLlThreads)
+    await_message_word(p, epoch, epoch, r);
 }
 
 __device__ inline bool differs_from(const InternodeLlParams &p, const HandshakeMessage &mine,

@@ -31,39 +31,52 @@ __device__ __noinline__ inline bool agree_on_counts(const InternodeLlParams &p, 
   return is_from(word, theirs, source);
 }
 
-// By the counters: waits for the counts of all sources.
-__device__ inline void await_counts(const InternodeLlParams &p, uint64_t epoch, const SourceTables &tables) {
+// By the counters, with shrink: waits for the messages with the counts of all sources.
+__device__ __noinline__ inline void await_sources(const InternodeLlParams &p, uint64_t epoch, uint64_t *calls) {
   const Session &s = p.session;
   for (int r = counter_id(); r < s.team.num_ranks; r += kCounters) {
-    uint64_t theirs = tables.calls[r], word = 0;
-    bool here = theirs != 0 && wait_or_mask(s, r, epoch, [&](int64_t &seen) {
-                  word = ptx::ld_acquire_sys(mine_at<uint64_t>(p, message_word_at(p, theirs, r)));
-                  seen = static_cast<int64_t>(word >> 32);
-                  return is_from(word, theirs, r);
-                });
-    if (p.shrinks()) here = agree_on_counts(p, epoch, r, here, theirs, word);
-    tables.rows[r] = here ? static_cast<int32_t>(min(signal_value(word), static_cast<uint32_t>(p.max_tokens))) : 0;
-    tables.calls[r] = here ? theirs : 0;
+    uint64_t theirs = calls[r], word = 0;
+    const bool here = theirs != 0 && wait_or_mask(s, r, epoch, [&](int64_t &seen) {
+                        word = ptx::ld_acquire_sys(mine_at<uint64_t>(p, message_word_at(p, theirs, r)));
+                        seen = static_cast<int64_t>(word >> 32);
+                        return is_from(word, theirs, r);
+                      });
+    calls[r] = agree_on_counts(p, epoch, r, here, theirs, word) ? theirs : 0;
   }
   sync_counters();
 }
 
-// By the counters: reads the counts and turns them into first rows. Block b of G writes the outputs of experts b,
-// b + G, ...
+// By one thread: the value of a word of a source's counts, at most `most`, once it is there; 0 if it does not come.
+__device__ inline int32_t await_count(const InternodeLlParams &p, uint64_t theirs, int source, int which, int most) {
+  if (theirs == 0) return 0;
+  const uint64_t *at = counts_from(p, theirs, source) + which;
+  uint64_t word = ptx::ld_relaxed_sys(at);
+  const bool here = is_from(word, theirs, source) || wait_or_mask(p.session, source, theirs, [&](int64_t &seen) {
+                      word = ptx::ld_relaxed_sys(at);
+                      seen = static_cast<int64_t>(word >> 32);
+                      return is_from(word, theirs, source);
+                    });
+  return here ? min(static_cast<int32_t>(signal_value(word)), most) : 0;
+}
+
+// By the counters: waits for the counts of all sources and turns them into first rows. Block b of G writes the outputs
+// of experts b, b + G, ...
 __device__ inline void read_counts(const InternodeLlDispatchParams &d, const SourceTables &tables) {
   const InternodeLlParams &p = d.call;
-  const int num_ranks = p.session.team.num_ranks;
-  for (int i = counter_id(); i < p.num_experts; i += kCounters) {
-    const int source = i / p.num_local;
+  const int num_ranks = p.session.team.num_ranks, each = p.num_local + 1;
+  for (int i = counter_id(); i < each * num_ranks; i += kCounters) {
+    const int source = i / each, l = i % each;
     const uint64_t theirs = tables.calls[source];
-    const auto *counts =
-        mine_at<uint32_t>(p, p.at.counts_in[slot_of(theirs)] + static_cast<uint64_t>(source) * p.at.counts_bytes);
-    const uint32_t count = theirs == 0 ? 0 : ptx::ld_relaxed_sys(counts + i % p.num_local);
-    tables.base[i] = static_cast<int32_t>(min(count & ~kBringsWeights, static_cast<uint32_t>(p.max_tokens)));
-    if (i % p.num_local == 0 && (count & kBringsWeights) != 0 && p.at.weights_at < p.at.row_bytes)
-      tables.rows[source] |= kTableHasWeights;
+    const int32_t count = await_count(p, theirs, source, l, p.max_tokens);  // of an expert, or of all rows
+    if (l < p.num_local) {
+      tables.base[source * p.num_local + l] = count;
+    } else {
+      const bool weights = await_count(p, theirs, source, p.num_local + kCountHasWeights, 1) != 0;
+      tables.rows[source] = count | (weights && p.at.weights_at < p.at.row_bytes ? kTableHasWeights : 0);
+    }
   }
   sync_counters();
+  mark(kMarkKnown, counter_id() == 0);
   for (int l = counter_id(); l < p.num_local; l += kCounters) {
     int64_t *range = p.layout_range + static_cast<int64_t>(l) * num_ranks;
     const bool mine = l % static_cast<int>(gridDim.x) == static_cast<int>(blockIdx.x);
@@ -104,7 +117,7 @@ __device__ inline TakenRow await_row(const InternodeLlParams &p, uint64_t epoch,
   bool came = true;
   if (lane == 0) {
     const auto *at = mine_at<uint64_t>(p, row_word_at(p, theirs, source, number)),
-               *counts_at = mine_at<uint64_t>(p, message_word_at(p, theirs, source));
+               *counts_at = counts_from(p, theirs, source) + p.num_local + kCountRows;
     bool none = false;
     came = wait_or_mask(s, source, epoch, [&](int64_t &seen) {
       const uint64_t counts = known ? 0 : ptx::ld_relaxed_sys(counts_at);
@@ -206,8 +219,7 @@ __device__ inline void receive_rows(const InternodeLlDispatchParams &d, uint64_t
   const bool early = !p.shrinks() && group < p.session.team.num_ranks && first < p.max_tokens;
   TakenRow taken{};
   if (!takes_rows()) {
-    await_counts(p, epoch, tables);
-    mark(kMarkKnown, counter_id() == 0);
+    if (p.shrinks()) await_sources(p, epoch, tables.calls);
     read_counts(d, tables);
   } else if (early) {
     taken = await_row(p, epoch, epoch, group, first, false);
@@ -254,7 +266,7 @@ __global__ void __launch_bounds__(kLlThreads, 1) dispatch(const __grid_constant_
     // One loop for a block's first token, which nearly all blocks have alone, and others: a second copy of the code
     // would lie between parts that are run (RATIONALE.md).
     for (int token = first; p.sends(); token += gridDim.x) {
-      if (token < p.num_tokens) find_route(p, token, loads, &route);
+      if (token < p.num_tokens && is_last_warp()) read_route(p, loads, &route);
       if (token == first) {
         good = await_empty_slots(p, epoch, slots, false);
         mark(kMarkEmpty, threadIdx.x == 0);
@@ -279,7 +291,10 @@ __global__ void __launch_bounds__(kLlThreads, 1) dispatch(const __grid_constant_
       const SourceTables tables{calls, base, base + p.num_experts};
       receive_rows(d, epoch, static_cast<int>(number % kTables), tables, lists);
       mark(kMarkArrived, true);
-      if (is_control_block()) await_callers_buffer(p, epoch);
+      if (is_control_block()) {
+        await_messages(p, epoch);
+        await_callers_buffer(p, epoch);
+      }
     }
   }
   finish(p.session, [&](bool failed) {

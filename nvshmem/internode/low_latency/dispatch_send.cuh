@@ -24,7 +24,6 @@ __device__ __forceinline__ uint32_t entries_at(const InternodeLlParams &p) {
 __device__ __forceinline__ uint32_t entry_weights_at(const InternodeLlParams &p) {
   return p.at.weights_at + (p.at.header_bytes != 0 ? 0 : (p.at.row_bytes - p.at.weights_at) / 2);
 }
-constexpr uint32_t kBringsWeights = 1u << 31;  // in each count that a source sends
 
 struct SendRoute {                    // shared: of the token that a block sends now
   int32_t expert[kMaxTopk];           // -1: none, or an earlier entry names it
@@ -33,6 +32,7 @@ struct SendRoute {                    // shared: of the token that a block sends
   uint8_t *block[kMaxTopk];           // theirs; null: a NIC serves them
   uint8_t *stores[kMaxTopk + 1];      // blocks into which the row is stored, this rank's too where a NIC has to read it
   int32_t num_stores;
+  bool puts;                     // to some of them
   uint32_t before[2][kMaxTopk];  // earlier tokens for each of these experts, and for each of these ranks
 };
 
@@ -85,7 +85,7 @@ __device__ inline void read_route(const InternodeLlParams &p, const TokenLoads &
   const bool first = serves && (same_rank & below) == 0;
   uint8_t *block = first ? p.blocks[rank] : nullptr, *self = p.session.team.self;
   const uint32_t ranks = __ballot_sync(kAllLanes, first), stores = __ballot_sync(kAllLanes, block != nullptr);
-  const bool stages = stores != ranks && !__any_sync(kAllLanes, block == self);
+  const bool puts = stores != ranks, stages = puts && !__any_sync(kAllLanes, block == self);
   if (first) {
     route->rank[__popc(ranks & below)] = rank;
     route->block[__popc(ranks & below)] = block;
@@ -95,6 +95,7 @@ __device__ inline void read_route(const InternodeLlParams &p, const TokenLoads &
     if (stages) route->stores[__popc(stores)] = self;
     route->num_ranks = __popc(ranks);
     route->num_stores = __popc(stores) + (stages ? 1 : 0);
+    route->puts = puts;
   }
   route->before[0][lane] = route->before[1][lane] = 0;
 }
@@ -212,14 +213,7 @@ __device__ inline void store_row(const InternodeLlDispatchParams &d, int token, 
     to.store(16 * at, at == thread ? loads.a : at == thread + kLlThreads ? loads.b : x[at]);
 }
 
-// Whole block: the token's route, with the numbers of earlier tokens.
-__device__ inline void find_route(const InternodeLlParams &p, int token, const TokenLoads &loads, SendRoute *route) {
-  if (is_last_warp()) read_route(p, loads, route);
-  __syncthreads();
-  count_earlier_tokens(p, token, loads, route);
-}
-
-// Whole block, after find_route and a barrier.
+// Whole block, after read_route and a barrier. Earlier tokens are counted while the row is under way.
 __device__ inline void send_token(const InternodeLlDispatchParams &d, uint64_t epoch, int token,
                                   const TokenLoads &loads, SendRoute *route) {
   const InternodeLlParams &p = d.call;
@@ -229,20 +223,34 @@ __device__ inline void send_token(const InternodeLlDispatchParams &d, uint64_t e
   const bool brings_weights = p.brings_weights();
   const RowStores row{route->stores, route->num_stores, at};
   store_row(d, token, loads, {row.blocks, row.count, at + p.at.header_bytes});
-  if (is_last_warp() && lane < p.num_topk && (p.at.header_bytes != 0 || brings_weights)) {
-    const int expert = route->expert[lane];
-    row.store_value(entries_at(p) + 4 * lane,
-                    expert < 0 ? kNoEntry : static_cast<uint32_t>(expert) << 16 | route->before[0][lane]);
-    if (brings_weights) row.store_value(entry_weights_at(p) + 4 * lane, route->weight[lane]);
-  }
+  count_earlier_tokens(p, token, loads, route);
   __syncthreads();
   mark(kMarkRowOut, threadIdx.x == 0);
-  for (int n = warp_id(); n < num_ranks; n += kLlWarps) {
-    send_delivery(p, {route->rank[n], route->block[n], brings_weights ? p.at.row_bytes : p.at.weights_at, at,
-                      row_word_at(p, epoch, rank, static_cast<int>(route->before[1][n])),
-                      signal_word(epoch, rank, static_cast<uint32_t>(token)), mine_at(p, at)});
-    if (lane == 0) count_bytes(s, route->rank[n], dispatch_payload(p));
+  const auto word_of = [&](int n) { return row_word_at(p, epoch, rank, static_cast<int>(route->before[1][n])); };
+  const uint64_t word = signal_word(epoch, rank, static_cast<uint32_t>(token));
+  if (is_last_warp()) {
+    if (lane < p.num_topk && (p.at.header_bytes != 0 || brings_weights)) {
+      const int expert = route->expert[lane];
+      row.store_value(entries_at(p) + 4 * lane,
+                      expert < 0 ? kNoEntry : static_cast<uint32_t>(expert) << 16 | route->before[0][lane]);
+      if (brings_weights) row.store_value(entry_weights_at(p) + 4 * lane, route->weight[lane]);
+    }
+    __syncwarp();
+    if (lane == 0) {  // one fence for all words
+      ptx::fence_acq_rel_sys();
+#pragma unroll 1
+      for (int n = 0; n < num_ranks; ++n)
+        if (route->block[n] != nullptr)
+          ptx::st_relaxed_sys(reinterpret_cast<uint64_t *>(route->block[n] + word_of(n)), word);
+    }
+    if (lane < num_ranks) count_bytes(s, route->rank[lane], dispatch_payload(p));
   }
+  if (!route->puts) return;
+  __syncthreads();
+  for (int n = warp_id(); n < num_ranks; n += kLlWarps)
+    if (route->block[n] == nullptr)
+      send_delivery(p, {route->rank[n], nullptr, brings_weights ? p.at.row_bytes : p.at.weights_at, at, word_of(n),
+                        word, mine_at(p, at)});
 }
 
 // Counts the tokens: a block of its own if there is one without a token, else the control block.
@@ -276,12 +284,16 @@ __device__ inline void send_token_counts(const InternodeLlParams &p, uint64_t ep
   const TeamView &team = p.session.team;
   const uint64_t out = p.at.counts_out[slot_of(epoch)],
                  in = p.at.counts_in[slot_of(epoch)] + static_cast<uint64_t>(team.rank) * p.at.counts_bytes;
-  for (int i = threadIdx.x; i < p.num_experts; i += kLlThreads) {
-    const int r = i / p.num_local;
+  const int each = p.num_local + kCountWords;
+  for (int i = threadIdx.x; i < each * team.num_ranks; i += kLlThreads) {
+    const int r = i / each, l = i % each;
     uint8_t *block = is_masked(p.session, r) ? nullptr : p.blocks[r],
             *to = block != nullptr ? block + in : mine_at(p, out + static_cast<uint64_t>(r) * p.at.counts_bytes);
-    reinterpret_cast<uint32_t *>(to)[i % p.num_local] =
-        static_cast<uint32_t>(counts[i]) | (p.brings_weights() ? kBringsWeights : 0);
+    const int32_t count = l < p.num_local                 ? counts[r * p.num_local + l]
+                          : l - p.num_local == kCountRows ? counts[p.num_experts + r]
+                                                          : p.brings_weights();
+    ptx::st_relaxed_sys(reinterpret_cast<uint64_t *>(to) + l,
+                        signal_word(epoch, team.rank, static_cast<uint32_t>(count)));
   }
   __syncthreads();
   for (int r = warp_id(); r < team.num_ranks; r += kLlWarps) {

@@ -36,7 +36,7 @@ static_assert(kWireShares[kWords] + kWireShares[kCounts] + kWireShares[kTable] +
 static_assert(kLowLatencySlots == 2 && kTables == 2, "two areas of each kind");
 
 inline uint32_t counts_bytes(uint64_t num_local) {
-  return align_up<uint32_t>(4 * static_cast<uint32_t>(num_local), 16);
+  return align_up<uint32_t>(8 * static_cast<uint32_t>(num_local + kCountWords), 16);
 }
 inline uint32_t weights_bytes(uint64_t tokens, uint64_t entries) {
   return align_up<uint32_t>(static_cast<uint32_t>(4 * tokens * entries), 16);
