@@ -179,42 +179,53 @@ __device__ inline void await_expert_rows(const InternodeLlParams &p, const uint6
   if (lane == 0) list->count = __popc(rows);
 }
 
-// Sums 8 channels of a token. Loads of several rows are in flight together. kLogfmt: rows may be in LogFMT.
+// Sums a token's chunks of 8 channels `at` and, if there is one, `at` + kLlThreads. Loads of both and of several rows
+// are in flight together. kLogfmt: rows may be in LogFMT.
 template <bool kLogfmt>
 __device__ __forceinline__ void add_expert_rows(const InternodeLlCombineParams &c, const ExpertRows *list, int token,
-                                                int chunk) {
-  constexpr int kRows = 8;
+                                                int at) {
+  constexpr int kRows = 4, kChunks = 2;
+  const int chunks = c.call.hidden / 8;
   const float none = __uint_as_float(list->count == kNoSum ? 0x7fc00000u : 0);
-  float sum[8] = {none, none, none, none, none, none, none, none};
-  for (int first = 0; first < list->count; first += kRows) {
-    uint4 data[kRows];
-    uint32_t place[kRows];  // of a row in LogFMT
+  float sum[kChunks][8];
 #pragma unroll
-    for (int n = 0; n < kRows; ++n) {
-      if (first + n >= list->count) continue;
+  for (int i = 0; i < kChunks * 8; ++i) sum[i / 8][i % 8] = none;
+#pragma unroll 1
+  for (int first = 0; first < list->count; first += kRows) {
+    uint4 data[kRows][kChunks];
+    uint32_t place[kRows][kChunks];  // of a row in LogFMT
+#pragma unroll
+    for (int i = 0; i < kRows * kChunks; ++i) {
+      const int n = i / kChunks, u = i % kChunks, chunk = at + u * kLlThreads;
+      if (first + n >= list->count || chunk >= chunks) continue;
       const uint8_t *row = list->row[first + n];
-      if (kLogfmt && is_logfmt(list->kind[first + n])) {
+      const uint32_t kind = list->kind[first + n];
+      if (kLogfmt && is_logfmt(kind)) {
         const int block = chunk / 16;
-        const uint32_t kind = list->kind[first + n];
-        place[n] = is_all_coded(kind) ? coded_place(is_spread(kind), block)
-                   : is_spread(kind)  ? spread_place(list->coded[first + n], block)
-                                      : place_of_block(list->coded[first + n], block);
-        data[n] = load_wire_part(row, place[n], chunk % 16);
+        place[n][u] = is_all_coded(kind) ? coded_place(is_spread(kind), block)
+                      : is_spread(kind)  ? spread_place(list->coded[first + n], block)
+                                         : place_of_block(list->coded[first + n], block);
+        data[n][u] = load_wire_part(row, place[n][u], chunk % 16);
       } else {
-        data[n] = ptx::ld_stream(row + 16 * chunk);
+        data[n][u] = ptx::ld_stream(row + 16 * chunk);
       }
     }
 #pragma unroll
-    for (int n = 0; n < kRows; ++n) {
-      if (first + n >= list->count) continue;
+    for (int i = 0; i < kRows * kChunks; ++i) {
+      const int n = i / kChunks, u = i % kChunks, chunk = at + u * kLlThreads;
+      if (first + n >= list->count || chunk >= chunks) continue;
       const float weight = list->weight[first + n];
       if (kLogfmt && is_logfmt(list->kind[first + n]))
-        add_wire_part(data[n], place[n], chunk % 16, weight, sum);
+        add_wire_part(data[n][u], place[n][u], chunk % 16, weight, sum[u]);
       else
-        add_weighted(sum, data[n], weight);
+        add_weighted(sum[u], data[n][u], weight);
     }
   }
-  ptx::st_stream(c.combined_x + static_cast<uint64_t>(token) * 2 * c.call.hidden + 16 * chunk, round_bf16(sum));
+#pragma unroll
+  for (int u = 0; u < kChunks; ++u)
+    if (at + u * kLlThreads < chunks)
+      ptx::st_stream(c.combined_x + static_cast<uint64_t>(token) * 2 * c.call.hidden + 16 * (at + u * kLlThreads),
+                     round_bf16(sum[u]));
 }
 
 __device__ inline void receive_sums(const InternodeLlCombineParams &c, const uint64_t *calls, ExpertRows *list) {
@@ -223,11 +234,12 @@ __device__ inline void receive_sums(const InternodeLlCombineParams &c, const uin
     if (warp_id() == 0) await_expert_rows(p, calls, token, list);
     __syncthreads();
     mark(kMarkLastHeader, threadIdx.x == 0);
-    for (int chunk = threadIdx.x; chunk < p.hidden / 8; chunk += kLlThreads) {
+#pragma unroll 1
+    for (int at = threadIdx.x; at < p.hidden / 8; at += 2 * kLlThreads) {
       if ((p.flags & DK_LL_LOGFMT) != 0)
-        add_expert_rows<true>(c, list, token, chunk);
+        add_expert_rows<true>(c, list, token, at);
       else
-        add_expert_rows<false>(c, list, token, chunk);
+        add_expert_rows<false>(c, list, token, at);
     }
     __syncthreads();
   }

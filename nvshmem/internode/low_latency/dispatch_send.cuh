@@ -37,10 +37,11 @@ struct SendRoute {                    // shared: of the token that a block sends
 };
 
 // What a block loads of a token, of its first one before it knows whether the slots are empty.
-constexpr int kIndices = 8;  // loads in flight together
+constexpr int kIndices = 8;                                                   // loads in flight together
+constexpr int kCountThreads = 128, kCountTeams = kLlThreads / kCountThreads;  // that count earlier tokens
 struct TokenLoads {
   uint4 a, b;           // what this thread stages first: 32 bytes of x for FP8, two chunks kLlThreads apart of BF16
-  int named[kIndices];  // of the earlier token of this thread, its first experts
+  int named[kIndices];  // of the earlier token of this thread in its team, its first experts
   int64_t index;        // the last warp's, of the token itself
   float weight;
 };
@@ -55,6 +56,14 @@ __device__ __forceinline__ void load_named(const InternodeLlParams &p, int earli
                    : -1;
 }
 
+// Whether they have one of the experts from `first` on.
+__device__ __forceinline__ bool names_any(const int (&named)[kIndices], int first, int experts) {
+  bool found = false;
+#pragma unroll
+  for (int j = 0; j < kIndices; ++j) found |= static_cast<uint32_t>(named[j] - first) < static_cast<uint32_t>(experts);
+  return found;
+}
+
 __device__ __forceinline__ bool is_last_warp() { return warp_id() == kLlWarps - 1; }
 
 __device__ __forceinline__ TokenLoads load_token(const InternodeLlDispatchParams &d, int token) {
@@ -67,7 +76,7 @@ __device__ __forceinline__ TokenLoads load_token(const InternodeLlDispatchParams
   if (token >= p.num_tokens) return loads;
   if (first < chunks) loads.a = ptx::ld_stream(x + 16 * first);
   if (second < chunks) loads.b = ptx::ld_stream(x + 16 * second);
-  load_named(p, thread, token, 0, loads.named);
+  load_named(p, thread % kCountThreads, token, 0, loads.named);
   if (!is_last_warp()) return loads;
   loads.index = load_index_of_lane(p, token);
   if (p.brings_weights()) loads.weight = load_weight_of_lane(p, token);
@@ -100,51 +109,38 @@ __device__ inline void read_route(const InternodeLlParams &p, const TokenLoads &
   route->before[0][lane] = route->before[1][lane] = 0;
 }
 
-// Sets a bit for each of the route's experts and ranks that one of these indices names.
-__device__ __forceinline__ void match_route(const InternodeLlParams &p, const SendRoute *route,
-                                            const int (&named)[kIndices], uint32_t &experts, uint32_t &ranks) {
-#pragma unroll 1
-  for (int k = 0; k < p.num_topk && p.at.header_bytes != 0; ++k) {
-    const int expert = route->expert[k];
-    bool found = false;
-#pragma unroll
-    for (int j = 0; j < kIndices; ++j) found |= named[j] == expert;
-    experts |= static_cast<uint32_t>(found && expert >= 0) << k;
-  }
-#pragma unroll 1
-  for (int n = 0; n < route->num_ranks; ++n) {
-    const int first = route->rank[n] * p.num_local;
-    bool found = false;
-#pragma unroll
-    for (int j = 0; j < kIndices; ++j)
-      found |= static_cast<uint32_t>(named[j] - first) < static_cast<uint32_t>(p.num_local);
-    ranks |= static_cast<uint32_t>(found) << n;
-  }
-}
-
-// Whole block: counts the tokens before this one that go to the same experts and to the same ranks.
+// Whole block: counts the tokens before this one that go to the same experts and to the same ranks. Each team of warps
+// has some of the experts and ranks, and counts all tokens for them.
 __device__ inline void count_earlier_tokens(const InternodeLlParams &p, int token, const TokenLoads &loads,
                                             SendRoute *route) {
-  for (int first = warp_id() * kWarp; first < token; first += kLlThreads) {
+  const int thread = static_cast<int>(threadIdx.x) % kCountThreads,
+            team = static_cast<int>(threadIdx.x) / kCountThreads;
+  for (int first = thread / kWarp * kWarp; first < token; first += kCountThreads) {
     const int earlier = first + lane_id();
-    uint32_t experts = 0, ranks = 0;
+    int named[kIndices];
+    if (earlier == thread) {
+#pragma unroll
+      for (int j = 0; j < kIndices; ++j) named[j] = loads.named[j];
+    } else {
+      load_named(p, earlier, token, 0, named);
+    }
+    const auto count = [&](int first_expert, int experts, uint32_t *before) {
+      bool found = names_any(named, first_expert, experts);
 #pragma unroll 1
-    for (int base = 0; base < p.num_topk; base += kIndices) {
-      if (base == 0 && earlier == static_cast<int>(threadIdx.x)) {
-        match_route(p, route, loads.named, experts, ranks);
-        continue;
+      for (int base = kIndices; base < p.num_topk; base += kIndices) {
+        int others[kIndices];
+        load_named(p, earlier, token, base, others);
+        found |= names_any(others, first_expert, experts);
       }
-      int named[kIndices];
-      load_named(p, earlier, token, base, named);
-      match_route(p, route, named, experts, ranks);
-    }
+      const uint32_t more = __popc(__ballot_sync(kAllLanes, found));
+      if (lane_id() == 0 && more != 0) atomicAdd(before, more);
+    };
 #pragma unroll 1
-    for (int k = 0; k < p.num_topk; ++k) {
-      const uint32_t of_expert = __popc(__ballot_sync(kAllLanes, experts >> k & 1)),
-                     of_rank = __popc(__ballot_sync(kAllLanes, ranks >> k & 1));
-      if (lane_id() == 0 && of_expert != 0) atomicAdd(&route->before[0][k], of_expert);
-      if (lane_id() == 0 && of_rank != 0) atomicAdd(&route->before[1][k], of_rank);
-    }
+    for (int k = team; k < p.num_topk && p.at.header_bytes != 0; k += kCountTeams)
+      if (route->expert[k] >= 0) count(route->expert[k], 1, &route->before[0][k]);
+#pragma unroll 1
+    for (int n = team; n < route->num_ranks; n += kCountTeams)
+      count(route->rank[n] * p.num_local, p.num_local, &route->before[1][n]);
   }
 }
 
