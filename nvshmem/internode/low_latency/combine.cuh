@@ -267,6 +267,7 @@ __global__ void __launch_bounds__(kLlThreads, 1) combine(const __grid_constant__
   const SumWords first = load_first_words(p, known.table);
   auto *sums = reinterpret_cast<int32_t *>(calls + p.session.team.num_ranks),
        *first_row = sums + p.session.team.num_ranks;
+  set_source_calls(p, epoch, calls);
   if (begin(p.session)) {
     if (is_control_block()) post_low_latency(p, epoch, known.sends_weights);
     mark(kMarkBegun, threadIdx.x == 0);
@@ -284,7 +285,7 @@ __global__ void __launch_bounds__(kLlThreads, 1) combine(const __grid_constant__
       mark(kMarkKnown, threadIdx.x == 0);
       receive_sums(c, calls, &shared.arrivals);
       mark(kMarkArrived, true);
-      if (is_control_block()) await_callers_buffer(p, epoch);
+      if (is_control_block()) end_receiving(p, epoch, false);
     }
   }
   finish(p.session, [&](bool failed) {

@@ -268,20 +268,6 @@ __device__ inline bool await_empty_slots(const InternodeLlParams &p, uint64_t ep
   return __syncthreads_or(!good) == 0;
 }
 
-// Whole block, at the end of a receive half: the caller may write the next combine's rows after this kernel, so puts of
-// the previous call must have left that buffer. A rank posts its credit for them in its first kernel after it took the
-// rows, mostly the one that sent this call. No wait if this rank has not received the previous call itself: its peers
-// might be waiting for it to do so.
-__device__ inline void await_callers_buffer(const InternodeLlParams &p, uint64_t epoch) {
-  const uint64_t before = epoch - 1;
-  const int slot = slot_of(before);
-  const Session &s = p.session;
-  if (before == 0 || p.state->combine_sent[slot] != before || s.team.scratch->consumed[slot][s.team.rank] < before)
-    return;
-  for (int r = threadIdx.x; r < s.team.num_ranks; r += kLlThreads)
-    if (!await_credit(p, slot, r, last_sent(p, slot, r))) return;
-}
-
 // ---- The call of each source that belongs to this one ---------------------------------------------------------------
 
 // With shrink: one poll for the source's call.
@@ -319,11 +305,15 @@ __device__ __noinline__ inline uint64_t await_source(const InternodeLlParams &p,
   if (is_control_block()) s.team.scratch->wait_ns[source] = ptx::global_timer_ns() - start;
   return found;
 }
-// Whole block of a receive half: writes the number of each source's call to shared calls[R]; 0: the source is masked,
-// before or by this wait. Without shrink it is this call's number.
+// The number of each source's call, in shared calls[R]; 0: the source is masked, before or by this wait. Whole block:
+// without shrink before begin(), whose barrier follows.
+__device__ inline void set_source_calls(const InternodeLlParams &p, uint64_t epoch, uint64_t *calls) {
+  for (int r = threadIdx.x; r < p.session.team.num_ranks && !p.shrinks(); r += kLlThreads) calls[r] = epoch;
+}
+// With shrink in a receive half.
 __device__ inline void find_source_calls(const InternodeLlParams &p, uint64_t epoch, uint64_t *calls) {
-  for (int r = threadIdx.x; r < p.session.team.num_ranks; r += kLlThreads)
-    calls[r] = p.shrinks() ? await_source(p, epoch, r) : epoch;
+  if (!p.shrinks()) return;
+  for (int r = threadIdx.x; r < p.session.team.num_ranks; r += kLlThreads) calls[r] = await_source(p, epoch, r);
   __syncthreads();
 }
 
@@ -336,11 +326,24 @@ __device__ inline bool await_message_word(const InternodeLlParams &p, uint64_t e
   });
 }
 
-// Whole block of a receive half of dispatch, whose rows it has taken: waits for the words of the messages with counts.
-// The credit for the call says that all of it has come. With shrink they have come before.
-__device__ inline void await_messages(const InternodeLlParams &p, uint64_t epoch) {
-  for (int r = threadIdx.x; r < p.session.team.num_ranks && !p.shrinks(); r += kLlThreads)
-    await_message_word(p, epoch, epoch, r);
+// The control block, at the end of a receive half. A dispatch waits for the words of the messages with counts: the
+// credit for the call says that all of it has come. With shrink they have come before. And the caller may write the
+// next combine's rows after this kernel, so puts of the previous call must have left that buffer. A rank posts its
+// credit for them in its first kernel after it took the rows, mostly the one that sent this call. No wait for that if
+// this rank has not received the previous call itself: its peers might be waiting for it to do so.
+__device__ inline void end_receiving(const InternodeLlParams &p, uint64_t epoch, bool is_dispatch) {
+  const Session &s = p.session;
+  const int slot = slot_of(epoch - 1), me = s.team.rank;
+  const bool counts = is_dispatch && !p.shrinks();
+  for (int r = threadIdx.x; r < s.team.num_ranks; r += kLlThreads) {  // all loads are under way together
+    const uint64_t word = counts ? ptx::ld_relaxed_sys(mine_at<uint64_t>(p, message_word_at(p, epoch, r))) : 0,
+                   taken = r == me ? 0 : ptx::ld_relaxed_sys(mine_at<uint64_t>(p, credit_at(s.team, slot, r))),
+                   sent = last_sent(p, slot, r), combine = ptx::ld_relaxed_gpu(&p.state->combine_sent[slot]),
+                   received = ptx::ld_relaxed_gpu(&s.team.scratch->consumed[slot][me]);
+    if (counts && !is_from(word, epoch, r) && !await_message_word(p, epoch, epoch, r)) return;
+    const bool in_use = epoch > 1 && combine == epoch - 1 && received >= epoch - 1;
+    if (in_use && r != me && taken < sent && !await_credit(p, slot, r, sent)) return;
+  }
 }
 
 __device__ inline bool differs_from(const InternodeLlParams &p, const HandshakeMessage &mine,

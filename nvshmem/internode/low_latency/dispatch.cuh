@@ -258,6 +258,7 @@ __global__ void __launch_bounds__(kLlThreads, 1) dispatch(const __grid_constant_
   const uint64_t epoch = epoch_of_call(p), number = p.state->num_received + 1;
   const SlotLoads slots = p.sends() ? load_slots(p, epoch, false) : SlotLoads{};
   auto *base = reinterpret_cast<int32_t *>(calls + p.session.team.num_ranks);
+  set_source_calls(p, epoch, calls);
   if (begin(p.session)) {
     if (p.sends() && is_counting_block(p)) count_tokens(p, base);
     if (is_control_block()) post_low_latency(p, epoch, false);
@@ -266,7 +267,7 @@ __global__ void __launch_bounds__(kLlThreads, 1) dispatch(const __grid_constant_
     // One loop for a block's first token, which nearly all blocks have alone, and others: a second copy of the code
     // would lie between parts that are run (RATIONALE.md).
     for (int token = first; p.sends(); token += gridDim.x) {
-      if (token < p.num_tokens && is_last_warp()) read_route(p, loads, &route);
+      if (token < p.num_tokens && is_route_warp()) read_route(p, loads, &route);
       if (token == first) {
         good = await_empty_slots(p, epoch, slots, false);
         mark(kMarkEmpty, threadIdx.x == 0);
@@ -291,10 +292,7 @@ __global__ void __launch_bounds__(kLlThreads, 1) dispatch(const __grid_constant_
       const SourceTables tables{calls, base, base + p.num_experts};
       receive_rows(d, epoch, static_cast<int>(number % kTables), tables, lists);
       mark(kMarkArrived, true);
-      if (is_control_block()) {
-        await_messages(p, epoch);
-        await_callers_buffer(p, epoch);
-      }
+      if (is_control_block()) end_receiving(p, epoch, true);
     }
   }
   finish(p.session, [&](bool failed) {

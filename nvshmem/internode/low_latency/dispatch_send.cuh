@@ -42,7 +42,7 @@ constexpr int kCountThreads = 128, kCountTeams = kLlThreads / kCountThreads;  //
 struct TokenLoads {
   uint4 a, b;           // what this thread stages first: 32 bytes of x for FP8, two chunks kLlThreads apart of BF16
   int named[kIndices];  // of the earlier token of this thread in its team, its first experts
-  int64_t index;        // the last warp's, of the token itself
+  int64_t index;        // the route warp's, of the token itself
   float weight;
 };
 
@@ -64,7 +64,9 @@ __device__ __forceinline__ bool names_any(const int (&named)[kIndices], int firs
   return found;
 }
 
-__device__ __forceinline__ bool is_last_warp() { return warp_id() == kLlWarps - 1; }
+// The warp of a block that reads a token's route and sends the row's words: one that waits for rows after that, while
+// others read counts. It waits longest for its stores.
+__device__ __forceinline__ bool is_route_warp() { return warp_id() == kLlWarps - kLlWarps / kLlGroups; }
 
 __device__ __forceinline__ TokenLoads load_token(const InternodeLlDispatchParams &d, int token) {
   const InternodeLlParams &p = d.call;
@@ -77,13 +79,13 @@ __device__ __forceinline__ TokenLoads load_token(const InternodeLlDispatchParams
   if (first < chunks) loads.a = ptx::ld_stream(x + 16 * first);
   if (second < chunks) loads.b = ptx::ld_stream(x + 16 * second);
   load_named(p, thread % kCountThreads, token, 0, loads.named);
-  if (!is_last_warp()) return loads;
+  if (!is_route_warp()) return loads;
   loads.index = load_index_of_lane(p, token);
   if (p.brings_weights()) loads.weight = load_weight_of_lane(p, token);
   return loads;
 }
 
-// By the last warp: the token's experts without repetitions, and the ranks that hold them and are not masked.
+// By the route warp: the token's experts without repetitions, and the ranks that hold them and are not masked.
 __device__ inline void read_route(const InternodeLlParams &p, const TokenLoads &loads, SendRoute *route) {
   const int lane = lane_id(), expert = checked_expert(p, loads.index), rank = expert < 0 ? -1 : expert / p.num_local;
   const bool serves = rank >= 0 && !is_masked(p.session, rank);
@@ -224,7 +226,7 @@ __device__ inline void send_token(const InternodeLlDispatchParams &d, uint64_t e
   mark(kMarkRowOut, threadIdx.x == 0);
   const auto word_of = [&](int n) { return row_word_at(p, epoch, rank, static_cast<int>(route->before[1][n])); };
   const uint64_t word = signal_word(epoch, rank, static_cast<uint32_t>(token));
-  if (is_last_warp()) {
+  if (is_route_warp()) {
     if (lane < p.num_topk && (p.at.header_bytes != 0 || brings_weights)) {
       const int expert = route->expert[lane];
       row.store_value(entries_at(p) + 4 * lane,
