@@ -387,7 +387,7 @@ def test_kernels_of_low_latency_on_the_host(first: int) -> None:
 @pytest.mark.parametrize(
     ("planted", "noticed"), [("planted-weight", "combined_x["), ("planted-rows", "rows that crossed[")]
 )
-@pytest.mark.parametrize("seed", [5, 13, 18])
+@pytest.mark.parametrize("seed", [5, 13, 29])
 def test_wrong_sums_of_low_latency_are_noticed(planted: str, noticed: str, seed: int) -> None:
     """A wrong weight in the table of a dispatch; tables that are lost, so that each expert's row crosses by itself."""
     code, text = run(OUT / "internode_low_latency_test", planted, seed)

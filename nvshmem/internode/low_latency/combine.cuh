@@ -11,6 +11,7 @@ namespace deepep::internode {
 __device__ inline int source_of_row(const InternodeLlParams &p, int local_expert, int row) {
   const int num_ranks = p.session.team.num_ranks;
   const int64_t *ranges = p.layout_range + static_cast<int64_t>(local_expert) * num_ranks;
+#pragma unroll 1
   for (int first = 0; first < num_ranks; first += kWarp) {
     const int r = first + lane_id();
     const int64_t range = r < num_ranks ? ranges[r] : 0, start = range >> 32;
@@ -60,6 +61,7 @@ __device__ inline void send_expert_rows(const InternodeLlCombineParams &c, uint6
   const InternodeLlParams &p = c.call;
   sum_expert_rows(p, p.layout_range, p.num_local, before);
   const int total = before[p.num_local], stride = kLlWarps * static_cast<int>(gridDim.x);
+#pragma unroll 1
   for (int n = warp_id() * static_cast<int>(gridDim.x) + static_cast<int>(blockIdx.x); n < total; n += stride) {
     const int l = expert_of_row(before, p.num_local, n), row = n - before[l];
     const int dest = source_of_row(p, l, row), token = p.src_info[l * p.rows_per_expert() + row];
@@ -77,6 +79,7 @@ __device__ inline void send_rows(const InternodeLlCombineParams &c, uint64_t epo
   const InternodeLlParams &p = c.call;
   if (most > 0) send_sums(c, epoch, table, first, most, sums, first_row, lists, shared);
   bool apart = false;
+#pragma unroll 1
   for (int r = threadIdx.x; r < p.session.team.num_ranks; r += kLlThreads) apart |= sums[r] < 0;
   if (__syncthreads_or(apart) != 0) send_expert_rows(c, epoch, sums, first_row);
 }
@@ -109,6 +112,7 @@ __device__ inline LaneEntry read_entry(const InternodeLlParams &p, const uint64_
   e.theirs = e.rank < 0 ? 0 : calls[e.rank];
   e.needed = e.rank >= 0 && (same & ((1u << lane) - 1)) == 0 && e.theirs != 0 && !is_masked(p.session, e.rank);
   int lowest = expert;
+#pragma unroll 1
   for (int k = 0; k < p.num_topk; ++k) {
     const int other = __shfl_sync(kAllLanes, expert, k);
     if ((same_rank >> k & 1) == 0 || e.rank < 0 || (other >= lowest && (other > lowest || k >= e.leader))) continue;
@@ -230,6 +234,7 @@ __device__ __forceinline__ void add_expert_rows(const InternodeLlCombineParams &
 
 __device__ inline void receive_sums(const InternodeLlCombineParams &c, const uint64_t *calls, ExpertRows *list) {
   const InternodeLlParams &p = c.call;
+#pragma unroll 1
   for (int token = blockIdx.x; token < p.num_tokens; token += gridDim.x) {
     if (warp_id() == 0) await_expert_rows(p, calls, token, list);
     __syncthreads();

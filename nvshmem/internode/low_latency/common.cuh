@@ -183,6 +183,7 @@ __device__ inline void post_low_latency(const InternodeLlParams &p, uint64_t epo
   auto *out = mine_at<HandshakeMessage>(p, p.at.outbox) + epoch % kLowLatencyHandshakeCopies;
   if (p.sends() && threadIdx.x == 0) *out = internode_message(p, weights_follow);
   __syncthreads();
+#pragma unroll 1
   for (int r = warp_id(); r < team.num_ranks; r += kLlWarps) {
     if (__any_sync(kAllLanes, is_masked(p.session, r))) continue;
     const int slot = lane_id();
@@ -260,6 +261,7 @@ __device__ inline bool await_empty_slots(const InternodeLlParams &p, uint64_t ep
   const int slot = slot_of(epoch), other = slot_of(epoch + 1);
   const bool both = is_combine && loads.stage_epoch + 1 == epoch;
   bool good = true;
+#pragma unroll 1
   for (int r = threadIdx.x; good && r < p.session.team.num_ranks; r += kLlThreads) {
     const bool early = r == static_cast<int>(threadIdx.x);
     if (!early || loads.taken < loads.sent) good = await_credit(p, slot, r, early ? loads.sent : last_sent(p, slot, r));
@@ -308,11 +310,13 @@ __device__ __noinline__ inline uint64_t await_source(const InternodeLlParams &p,
 // The number of each source's call, in shared calls[R]; 0: the source is masked, before or by this wait. Whole block:
 // without shrink before begin(), whose barrier follows.
 __device__ inline void set_source_calls(const InternodeLlParams &p, uint64_t epoch, uint64_t *calls) {
+#pragma unroll 1
   for (int r = threadIdx.x; r < p.session.team.num_ranks && !p.shrinks(); r += kLlThreads) calls[r] = epoch;
 }
 // With shrink in a receive half.
 __device__ inline void find_source_calls(const InternodeLlParams &p, uint64_t epoch, uint64_t *calls) {
   if (!p.shrinks()) return;
+#pragma unroll 1
   for (int r = threadIdx.x; r < p.session.team.num_ranks; r += kLlThreads) calls[r] = await_source(p, epoch, r);
   __syncthreads();
 }
@@ -335,6 +339,7 @@ __device__ inline void end_receiving(const InternodeLlParams &p, uint64_t epoch,
   const Session &s = p.session;
   const int slot = slot_of(epoch - 1), me = s.team.rank;
   const bool counts = is_dispatch && !p.shrinks();
+#pragma unroll 1
   for (int r = threadIdx.x; r < s.team.num_ranks; r += kLlThreads) {  // all loads are under way together
     const uint64_t word = counts ? ptx::ld_relaxed_sys(mine_at<uint64_t>(p, message_word_at(p, epoch, r))) : 0,
                    taken = r == me ? 0 : ptx::ld_relaxed_sys(mine_at<uint64_t>(p, credit_at(s.team, slot, r))),
@@ -401,6 +406,7 @@ __device__ inline void end_low_latency(const InternodeLlParams &p, uint64_t epoc
       p.state->stage_bytes = p.at.stage_bytes;
     }
   }
+#pragma unroll 1
   for (int r = threadIdx.x; r < p.session.team.num_ranks; r += kLlThreads) {
     if (is_masked(p.session, r)) continue;
     if (p.sends()) scratch->sent[slot_of(epoch)][r] = epoch;

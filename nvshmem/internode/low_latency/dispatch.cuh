@@ -34,6 +34,7 @@ __device__ __noinline__ inline bool agree_on_counts(const InternodeLlParams &p, 
 // By the counters, with shrink: waits for the messages with the counts of all sources.
 __device__ __noinline__ inline void await_sources(const InternodeLlParams &p, uint64_t epoch, uint64_t *calls) {
   const Session &s = p.session;
+#pragma unroll 1
   for (int r = counter_id(); r < s.team.num_ranks; r += kCounters) {
     uint64_t theirs = calls[r], word = 0;
     const bool here = theirs != 0 && wait_or_mask(s, r, epoch, [&](int64_t &seen) {
@@ -64,6 +65,7 @@ __device__ inline int32_t await_count(const InternodeLlParams &p, uint64_t their
 __device__ inline void read_counts(const InternodeLlDispatchParams &d, const SourceTables &tables) {
   const InternodeLlParams &p = d.call;
   const int num_ranks = p.session.team.num_ranks, each = p.num_local + 1;
+#pragma unroll 1
   for (int i = counter_id(); i < each * num_ranks; i += kCounters) {
     const int source = i / each, l = i % each;
     const uint64_t theirs = tables.calls[source];
@@ -77,10 +79,12 @@ __device__ inline void read_counts(const InternodeLlDispatchParams &d, const Sou
   }
   sync_counters();
   mark(kMarkKnown, counter_id() == 0);
+#pragma unroll 1
   for (int l = counter_id(); l < p.num_local; l += kCounters) {
     int64_t *range = p.layout_range + static_cast<int64_t>(l) * num_ranks;
     const bool mine = l % static_cast<int>(gridDim.x) == static_cast<int>(blockIdx.x);
     int first = 0;
+#pragma unroll 1
     for (int r = 0; r < num_ranks; ++r) {
       const int count = tables.base[r * p.num_local + l];
       if (mine) range[r] = static_cast<int64_t>(first) << 32 | count;
@@ -185,6 +189,7 @@ __device__ inline void spread_row(const InternodeLlDispatchParams &d, const RowP
     return value;
   };
   const uint32_t first_scale = thread < num_scales ? load_scale(thread) : 0;  // under way with the row's
+#pragma unroll 1
   for (int first = thread; first < chunks; first += kLlGroupThreads * kUnroll) {
     uint4 data[kUnroll];
 #pragma unroll
@@ -199,6 +204,7 @@ __device__ inline void spread_row(const InternodeLlDispatchParams &d, const RowP
         ptx::st_stream(d.recv_x + static_cast<uint64_t>(list->row[n]) * row_bytes + 16 * at, data[u]);
     }
   }
+#pragma unroll 1
   for (int n = thread; n < count; n += kLlGroupThreads) p.src_info[list->row[n]] = list->token;
 #pragma unroll 1
   for (int64_t at = thread; at < num_scales; at += kLlGroupThreads) {
@@ -225,7 +231,9 @@ __device__ inline void receive_rows(const InternodeLlDispatchParams &d, uint64_t
     taken = await_row(p, epoch, epoch, group, first, false);
   }
   __syncthreads();
+#pragma unroll 1
   for (int number = first; number < p.max_tokens; number += gridDim.x)
+#pragma unroll 1
     for (int source = group; source < p.session.team.num_ranks; source += kLlGroups) {
       if (number >= num_tokens_of(tables.rows[source])) continue;
       if (thread < kWarp) {
@@ -266,6 +274,7 @@ __global__ void __launch_bounds__(kLlThreads, 1) dispatch(const __grid_constant_
     bool good = true;
     // One loop for a block's first token, which nearly all blocks have alone, and others: a second copy of the code
     // would lie between parts that are run (RATIONALE.md).
+#pragma unroll 1
     for (int token = first; p.sends(); token += gridDim.x) {
       if (token < p.num_tokens && is_route_warp()) read_route(p, loads, &route);
       if (token == first) {

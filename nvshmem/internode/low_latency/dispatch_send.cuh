@@ -117,6 +117,7 @@ __device__ inline void count_earlier_tokens(const InternodeLlParams &p, int toke
                                             SendRoute *route) {
   const int thread = static_cast<int>(threadIdx.x) % kCountThreads,
             team = static_cast<int>(threadIdx.x) / kCountThreads;
+#pragma unroll 1
   for (int first = thread / kWarp * kWarp; first < token; first += kCountThreads) {
     const int earlier = first + lane_id();
     int named[kIndices];
@@ -167,6 +168,7 @@ struct RowStores {
 __device__ inline void store_fp8_row(const InternodeLlParams &p, const uint4 *x, const TokenLoads &loads,
                                      const RowStores &to) {
   const int pieces = p.hidden / 16;
+#pragma unroll 1
   for (int first = 0; first < pieces; first += kLlThreads) {
     const int at = first + static_cast<int>(threadIdx.x);
     const bool mine = at < pieces;
@@ -189,6 +191,7 @@ __device__ __noinline__ inline void store_fp4_row(const InternodeLlDispatchParam
   const bool casts = p.format == DK_FORMAT_NVFP4;
   const uint8_t *x = d.x + static_cast<uint64_t>(token) * (casts ? 2 * p.hidden : p.hidden / 2);
   const float factor = casts ? fp4_factor(d.x_scales) : 0;
+#pragma unroll 1
   for (int at = threadIdx.x; at < p.hidden / 32; at += kLlThreads) {
     uint32_t scales = 0;
     to.store(16 * at, casts ? cast_fp4_piece(x + 64 * at, factor, scales) : ptx::ld_stream(x + 16 * at));
@@ -197,6 +200,7 @@ __device__ __noinline__ inline void store_fp4_row(const InternodeLlDispatchParam
   if (casts) return;
   const auto *scales =
       reinterpret_cast<const uint32_t *>(d.x_scales + static_cast<uint64_t>(token) * (p.hidden / kFp4Channels));
+#pragma unroll 1
   for (int at = threadIdx.x; at < p.hidden / 64; at += kLlThreads) to.store_value(p.hidden / 2 + 4 * at, scales[at]);
 }
 
@@ -207,6 +211,7 @@ __device__ inline void store_row(const InternodeLlDispatchParams &d, int token, 
   const auto *x = reinterpret_cast<const uint4 *>(d.x + static_cast<uint64_t>(token) * 2 * p.hidden);
   if (p.format == DK_FORMAT_FP8) return store_fp8_row(p, x, loads, to);
   const int thread = static_cast<int>(threadIdx.x);
+#pragma unroll 1
   for (int at = thread; at < p.hidden / 8; at += kLlThreads)
     to.store(16 * at, at == thread ? loads.a : at == thread + kLlThreads ? loads.b : x[at]);
 }
@@ -245,6 +250,7 @@ __device__ inline void send_token(const InternodeLlDispatchParams &d, uint64_t e
   }
   if (!route->puts) return;
   __syncthreads();
+#pragma unroll 1
   for (int n = warp_id(); n < num_ranks; n += kLlWarps)
     if (route->block[n] == nullptr)
       send_delivery(p, {route->rank[n], nullptr, brings_weights ? p.at.row_bytes : p.at.weights_at, at, word_of(n),
@@ -260,8 +266,10 @@ __device__ __forceinline__ bool is_counting_block(const InternodeLlParams &p) {
 // The counting block counts this rank's tokens for each expert and its rows for each rank. counts: shared, [E] and then
 // [R].
 __device__ inline void count_tokens(const InternodeLlParams &p, int32_t *counts) {
+#pragma unroll 1
   for (int i = threadIdx.x; i < p.num_experts + p.session.team.num_ranks; i += kLlThreads) counts[i] = 0;
   __syncthreads();
+#pragma unroll 1
   for (int first = warp_id(); first < p.num_tokens; first += kIndices * kLlWarps) {
     int64_t index[kIndices];
 #pragma unroll
@@ -283,6 +291,7 @@ __device__ inline void send_token_counts(const InternodeLlParams &p, uint64_t ep
   const uint64_t out = p.at.counts_out[slot_of(epoch)],
                  in = p.at.counts_in[slot_of(epoch)] + static_cast<uint64_t>(team.rank) * p.at.counts_bytes;
   const int each = p.num_local + kCountWords;
+#pragma unroll 1
   for (int i = threadIdx.x; i < each * team.num_ranks; i += kLlThreads) {
     const int r = i / each, l = i % each;
     uint8_t *block = is_masked(p.session, r) ? nullptr : p.blocks[r],
@@ -294,6 +303,7 @@ __device__ inline void send_token_counts(const InternodeLlParams &p, uint64_t ep
                         signal_word(epoch, team.rank, static_cast<uint32_t>(count)));
   }
   __syncthreads();
+#pragma unroll 1
   for (int r = warp_id(); r < team.num_ranks; r += kLlWarps) {
     if (__any_sync(kAllLanes, is_masked(p.session, r))) continue;
     const uint32_t rows = static_cast<uint32_t>(counts[p.num_experts + r]);

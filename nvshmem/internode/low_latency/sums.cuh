@@ -94,6 +94,7 @@ __device__ inline int plan_sums(const InternodeLlParams &p, int table, const Pla
   const bool sums_here = may_sum(p, table);
   if (threadIdx.x == 0) most = 0;
   __syncthreads();
+#pragma unroll 1
   for (int r = threadIdx.x; r < p.session.team.num_ranks; r += kLlThreads) {
     int32_t count = !sums_here ? kApart : r == thread ? loads.count : table_counts(p, table)[r];
     if (count >= 0 && (count & kTableHasWeights) == 0 && (!p.receives() || p.shrinks())) count = kApart;
@@ -102,6 +103,7 @@ __device__ inline int plan_sums(const InternodeLlParams &p, int table, const Pla
   }
   // B rows from there on are the expert's, whatever the caller's tensor holds.
   const int64_t last = p.rows_per_expert() - p.max_tokens;
+#pragma unroll 1
   for (int i = threadIdx.x; sums_here && i < p.num_experts; i += kLlThreads)
     first_row[i] =
         static_cast<int32_t>(min(max((i == thread ? loads.range : p.layout_range[i]) >> 32, int64_t{0}), last));
@@ -135,6 +137,7 @@ __device__ inline void send_weights(const InternodeLlParams &p, uint64_t epoch) 
   const int slot = slot_of(epoch), workers = num_workers();
   const uint32_t used = align_up<uint32_t>(4 * static_cast<uint32_t>(p.num_tokens) * p.at.max_entries, 16);
   if (static_cast<int>(blockIdx.x) >= workers) return;
+#pragma unroll 1
   for (int i = workers - 1 - static_cast<int>(blockIdx.x); i < team.num_ranks; i += workers) {
     const int dest = (team.rank + i) % team.num_ranks;
     const uint64_t in = p.at.weights_in[slot] + static_cast<uint64_t>(team.rank) * p.at.weights_bytes;
@@ -142,6 +145,7 @@ __device__ inline void send_weights(const InternodeLlParams &p, uint64_t epoch) 
             *to = block != nullptr
                       ? block + in
                       : mine_at(p, p.at.weights_out[slot] + static_cast<uint64_t>(dest) * p.at.weights_bytes);
+#pragma unroll 1
     for (int first = warp_id(); first < p.num_tokens; first += kTokens * kLlWarps) {
       int64_t index[kTokens];
       float weight[kTokens];
@@ -299,6 +303,7 @@ __device__ __forceinline__ void choose_block(SumList *list, const Coding &coding
 // By a group, each block by one thread: where it lies and how its codes are made. Writes the ranges of coded blocks.
 __device__ __forceinline__ void place_blocks(uint8_t *to, int blocks, const uint4 &coded, const Coding &coding,
                                              int thread) {
+#pragma unroll 1
   for (int block = thread; block < blocks; block += kLlGroupThreads) {
     const BlockRange bits{coding.ranges[block] & 0x7fff, coding.ranges[block] >> 15};
     const uint32_t place = coding.places[block] = place_of_block(coded, block);
@@ -432,6 +437,7 @@ __device__ inline void send_sums(const InternodeLlCombineParams &c, uint64_t epo
   SumList *list = lists + group;
   const Coding coding = coding_of(p, shared, group);
   const int stride = kLlGroups * workers;
+#pragma unroll 1
   for (int i = first_turn(); i < most * num_ranks; i += stride) {
     const auto [number, dest] = turn_of(p, i);
     if (sums[dest] < 0 || number >= num_tokens_of(sums[dest])) continue;
