@@ -67,6 +67,7 @@ struct NodeView {
   int32_t num_queues;              // handles of queue pairs, where NVSHMEM has them
   const int *queues;               // device
   bool puts_are_stores;            // over NVLink, to every rank that puts go to
+  uint8_t *const *blocks;          // device, [R]: those into which kernels store; null: puts go there
 
   __host__ __device__ int node_of(int rank) const { return rank / num_peers; }
   __host__ __device__ int index_of(int rank) const { return rank % num_peers; }
@@ -89,8 +90,9 @@ struct ShrinkView;  // shrink_layout.h
 }
 struct InternodeTeam {
   internode::NodeView view{};
-  void *state = nullptr;  // device: internode::NormalState
-  int *queues = nullptr;  // device
+  void *state = nullptr;       // device: internode::NormalState
+  int *queues = nullptr;       // device
+  uint8_t **blocks = nullptr;  // device
   internode::LowLatencyTeam *low_latency = nullptr;
   internode::ShrinkView *shrink = nullptr;  // null: normal mode does not shrink
 };

@@ -1,6 +1,5 @@
 // low_latency.cu - libdeepep_nvshmem.so: launches of low latency and of masks for teams with a transport.
 #include <new>
-#include <vector>
 
 #include "cuda/launch/internode.h"
 #include "internode/layout.h"
@@ -22,20 +21,6 @@ int32_t launch(P *p, const Team *team, const K &params, void (*kernel)(K), size_
   return launched(p);
 }
 
-// The blocks into which kernels store: inside the node, and of other nodes where puts are stores. Null for others.
-std::vector<uint8_t *> stored_blocks(const dk_team_create_params *p, const NodeView &view) {
-  const auto *mapped = pointer<const uint64_t>(p->host_peer_blocks);
-  std::vector<uint8_t *> blocks(p->num_ranks);
-  for (int r = 0; r < p->num_ranks; ++r) {
-    const bool near = view.is_local(r) && (p->flags & DK_TEAM_LL_TRANSPORT) == 0;
-    if (r == p->rank || near)
-      blocks[r] = pointer<uint8_t>(mapped[r]);
-    else if (view.puts_are_stores)
-      blocks[r] = transport_block(p->transport, r);
-  }
-  return blocks;
-}
-
 }  // namespace
 
 namespace internode {
@@ -43,19 +28,13 @@ namespace internode {
 int32_t create_low_latency(dk_team_create_params *p, Team *team) {
   const NodeView &view = team->internode->view;
   auto *ll = new (std::nothrow)
-      LowLatencyTeam{team->view, view.low_latency_outbox, nullptr, 0, nullptr, team->device->max_shared};
+      LowLatencyTeam{team->view, view.low_latency_outbox, nullptr, 0, view.blocks, team->device->max_shared};
   if (ll == nullptr) return DK_ENOMEM;
   team->internode->low_latency = ll;
   cudaStream_t service = team->device->service;
   cudaError_t error = opt_in(deep_ep::internode_ll::combine, ll->max_shared);
-  const std::vector<uint8_t *> blocks = stored_blocks(p, view);
-  const size_t bytes = blocks.size() * sizeof(uint8_t *);
-  if (error == cudaSuccess) error = cudaMalloc(reinterpret_cast<void **>(&ll->state), sizeof(LowLatencyState) + bytes);
-  if (error != cudaSuccess) return device_failure(p, error);
-  ll->blocks = reinterpret_cast<uint8_t *const *>(ll->state + 1);
-  error = cudaMemsetAsync(ll->state, 0, sizeof(LowLatencyState), service);
-  if (error == cudaSuccess)
-    error = cudaMemcpyAsync(ll->state + 1, blocks.data(), bytes, cudaMemcpyHostToDevice, service);
+  if (error == cudaSuccess) error = cudaMalloc(reinterpret_cast<void **>(&ll->state), sizeof(LowLatencyState));
+  if (error == cudaSuccess) error = cudaMemsetAsync(ll->state, 0, sizeof(LowLatencyState), service);
   if (error == cudaSuccess) error = cudaStreamSynchronize(service);
   return error == cudaSuccess ? static_cast<int32_t>(DK_OK) : device_failure(p, error);
 }

@@ -46,12 +46,33 @@ int32_t fill_view(const dk_team_create_params *p, internode::NodeView *view) {
   return p->control_bytes < end - p->control_offset ? DK_EINVAL : DK_OK;
 }
 
-cudaError_t allocate(InternodeTeam *team, const std::vector<int> &queues, cudaStream_t service) {
+// The blocks into which kernels store: inside the node, unless low latency must not, and of other nodes where puts are
+// stores. Null for others.
+std::vector<uint8_t *> stored_blocks(const dk_team_create_params *p, const internode::NodeView &view) {
+  const auto *mapped = pointer<const uint64_t>(p->host_peer_blocks);
+  std::vector<uint8_t *> blocks(p->num_ranks);
+  for (int r = 0; r < p->num_ranks; ++r) {
+    const bool near = view.is_local(r) && (p->flags & DK_TEAM_LL_TRANSPORT) == 0;
+    if (r == p->rank || near)
+      blocks[r] = pointer<uint8_t>(mapped[r]);
+    else if (view.puts_are_stores)
+      blocks[r] = internode::transport_block(p->transport, r);
+  }
+  return blocks;
+}
+
+cudaError_t allocate(InternodeTeam *team, const std::vector<int> &queues, const std::vector<uint8_t *> &blocks,
+                     cudaStream_t service) {
   const internode::NodeView &view = team->view;
   const size_t bytes =
       sizeof(internode::NormalState) + internode::StreamListSizes(view.num_nodes, view.num_peers).bytes;
   cudaError_t error = cudaMalloc(&team->state, bytes);
   if (error == cudaSuccess) error = cudaMemsetAsync(team->state, 0, bytes, service);
+  const size_t addresses = blocks.size() * sizeof(uint8_t *);
+  if (error == cudaSuccess) error = cudaMalloc(reinterpret_cast<void **>(&team->blocks), addresses);
+  if (error == cudaSuccess)
+    error = cudaMemcpyAsync(team->blocks, blocks.data(), addresses, cudaMemcpyHostToDevice, service);
+  team->view.blocks = team->blocks;
   if (error == cudaSuccess && !queues.empty()) {
     error = cudaMalloc(reinterpret_cast<void **>(&team->queues), queues.size() * sizeof(int));
     if (error == cudaSuccess)
@@ -101,7 +122,8 @@ int32_t internode_team_create(dk_team_create_params *p, Team *team) {
   team->internode = created;
   code = fill_view(p, &created->view);
   if (code != DK_OK) return code;
-  cudaError_t error = allocate(created, internode::transport_queues(p->transport), team->device->service);
+  cudaError_t error = allocate(created, internode::transport_queues(p->transport), stored_blocks(p, created->view),
+                               team->device->service);
   if (error == cudaSuccess && is_remote(team) && (team->view.flags & DK_TEAM_SHRINK) != 0)
     error = allocate_shrink(team);
   if (error == cudaSuccess) error = internode::prepare_normal(team);
@@ -113,6 +135,7 @@ void internode_team_destroy(Team *team) {
   internode::destroy_low_latency(team);
   (void)cudaFree(team->internode->state);
   (void)cudaFree(team->internode->queues);
+  (void)cudaFree(team->internode->blocks);
   if (team->internode->shrink != nullptr) (void)cudaFree(team->internode->shrink->state);
   delete team->internode->shrink;
   delete team->internode;

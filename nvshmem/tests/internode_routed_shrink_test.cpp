@@ -179,7 +179,7 @@ int dump(char **words) {
   World w(c);
   const int lost = atoi(words[6]);
   w.timeout_ns = 40000000;
-  emulate::start_network({random_number(), toss()}, w.blocks());
+  emulate::start_network({random_number(), toss()}, w.ranks, w.blocks());
   if (lost >= 0) {
     std::vector<bool> all(w.in.size(), true);
     w.in[lost] = all[lost] = false;
@@ -204,8 +204,7 @@ int main(int argc, char **argv) {
     World w(random_case());
     w.timeout_ns = 40000000;
     const emulate::Network how{random_number(), toss(), pick(0, 2) == 0};
-    for (Rank &r : w.ranks) r.internode.puts_are_stores = how.stores;
-    emulate::start_network(how, w.blocks());
+    emulate::start_network(how, w.ranks, w.blocks());
     round_trip(w);
     const int scene = pick(0, 7);
     if (scene < 2)

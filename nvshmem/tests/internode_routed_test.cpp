@@ -104,7 +104,7 @@ void failures() {
     Case c;
     c.rdma = c.nvl = 1 << 16;
     World w(c);
-    emulate::start_network({7, false}, w.blocks());
+    emulate::start_network({7, false}, w.ranks, w.blocks());
     make_inputs(w);
     w.timeout_ns = 2000000;
     ++w.call;
@@ -135,7 +135,7 @@ void wrong_index() {
   Case c;
   c.rdma = c.nvl = 1 << 16;
   World w(c);
-  emulate::start_network({9, true}, w.blocks());
+  emulate::start_network({9, true}, w.ranks, w.blocks());
   make_inputs(w);
   Rank &odd = w.ranks[3];
   odd.tokens = max(odd.tokens, 1);
@@ -180,7 +180,7 @@ void lost_rank(bool in_combine) {
   c.expand = true;
   c.rdma = c.nvl = 1 << 16;
   World w(c);
-  emulate::start_network({13, false}, w.blocks());
+  emulate::start_network({13, false}, w.ranks, w.blocks());
   make_inputs(w);
   notify(w);
   if (in_combine) {
@@ -209,7 +209,7 @@ void changed_handles() {
     c.expand = true;
     c.rdma = c.nvl = 1 << 16;
     World w(c);
-    emulate::start_network({19, false}, w.blocks());
+    emulate::start_network({19, false}, w.ranks, w.blocks());
     do make_inputs(w);
     while (w.ranks[0].arrivals.empty() || w.ranks[0].arrivals[0].source != 0);
     notify(w);
@@ -253,7 +253,7 @@ void crowded() {
   c.rdma = 2 * c.nodes * record * c.peers;
   c.nvl = c.ranks() * record;
   World w(c);
-  emulate::start_network({17, false}, w.blocks());
+  emulate::start_network({17, false}, w.ranks, w.blocks());
   for (int round = 0; round < 2; ++round) {
     for (int me = 0; me < c.ranks(); ++me) {
       Rank &r = w.ranks[me];
@@ -276,7 +276,7 @@ void crowded() {
 
 int dump(char **words) {
   World w(dumped_case(words));
-  emulate::start_network({random_number(), toss()}, w.blocks());
+  emulate::start_network({random_number(), toss()}, w.ranks, w.blocks());
   make_inputs(w);
   notify(w);
   dispatch(w, false);
@@ -302,8 +302,7 @@ int main(int argc, char **argv) {
     random_number.seed(seed + static_cast<uint64_t>(i));
     World w(random_case());
     const emulate::Network how{random_number(), toss(), pick(0, 2) == 0};
-    for (Rank &r : w.ranks) r.internode.puts_are_stores = how.stores;
-    emulate::start_network(how, w.blocks());
+    emulate::start_network(how, w.ranks, w.blocks());
     for (int round = 0; round < 2; ++round) {
       make_inputs(w);
       notify(w);

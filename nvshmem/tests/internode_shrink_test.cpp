@@ -175,7 +175,7 @@ void puts_stay(World &w) {
 void changed_heads(uint64_t seed) {
   const Case c{2, 1, 64, 1, 1, 0, 8, 512, 512};  // one place for each rank
   World w(c);
-  emulate::start_network({seed, toss()}, w.blocks());
+  emulate::start_network({seed, toss()}, w.ranks, w.blocks());
   do make_inputs(w);
   while (w.ranks[0].per_rank[1] < 3);
   run_notify(w);
@@ -213,7 +213,7 @@ int dump(char **words) {
   const int lost = atoi(words[4]);
   Case c{atoi(words[2]), atoi(words[3]), 16 * pick(1, 9), pick(2, 4), pick(1, 3), 0, 8, 1 << 17, 1 << 17};
   World w(c);
-  emulate::start_network({random_number(), toss()}, w.blocks());
+  emulate::start_network({random_number(), toss()}, w.ranks, w.blocks());
   make_inputs(w);
   if (lost >= 0) {
     std::vector<bool> all(w.in.size(), true);
@@ -263,8 +263,7 @@ int main(int argc, char **argv) {
     World w(random_case(told, stay));
     w.timeout_ns = 40000000;
     const emulate::Network how{random_number(), !told && toss(), !told && !stay && pick(0, 2) == 0};
-    for (Rank &r : w.ranks) r.internode.puts_are_stores = how.stores;
-    emulate::start_network(how, w.blocks());
+    emulate::start_network(how, w.ranks, w.blocks());
     round_trip(w);
     if (told)
       told_late(w);

@@ -269,7 +269,7 @@ void barrier(World &w) {
 void failures() {
   for (const bool absent : {true, false}) {
     World w(Case{2, 2, 64, 2, 2, 0, 8, 1 << 16, 1 << 16});
-    emulate::start_network({7, false}, blocks_of(w.ranks));
+    emulate::start_network({7, false}, w.ranks, blocks_of(w.ranks));
     make_inputs(w);
     w.timeout_ns = 2000000;
     ++w.call;
@@ -311,7 +311,7 @@ void wrong_numbers() {
   for (const bool placed : {false, true})
     for (const int wrong : {0, 1, 2, 3}) {  // the rank with the row is 0
       World w(Case{2, 2, 64, 4, 2, 0, 8, 1 << 16, 1 << 16});
-      emulate::start_network({7, false}, blocks_of(w.ranks));
+      emulate::start_network({7, false}, w.ranks, blocks_of(w.ranks));
       make_inputs(w, 3);
       notify(w);
       w.ranks[0].head[4 + wrong] = 1 << 20;
@@ -333,7 +333,7 @@ void wrong_numbers() {
 void pieces() {
   const uint64_t row = align_up<uint64_t>(2 * 256 + 4 * (1 + 1 + 2 * 2), 128);
   World w(Case{2, 1, 256, 2, 2, 0, 8, 2 * 2 * row * 64, 2 * row * 64});  // 4 channels of 16 places, pieces of 8 rows
-  emulate::start_network({11, false}, blocks_of(w.ranks));
+  emulate::start_network({11, false}, w.ranks, blocks_of(w.ranks));
   make_inputs(w, 64);
   notify(w);
   emulate::puts_since(0);
@@ -367,7 +367,7 @@ void different_blocks() {
   const int few = channels_for(w.ranks[0].internode, 1, kPuttingPushShape.senders),
             many = channels_for(w.ranks[0].internode, 2, kPuttingPushShape.senders);
   check(few != many && few > 1 && many <= kMaxChannels, "channels of one block and of two", -1, 0, few, many);
-  emulate::start_network({5, false}, blocks_of(w.ranks));
+  emulate::start_network({5, false}, w.ranks, blocks_of(w.ranks));
   for (const int alike : {0, 1, 2}) {
     make_inputs(w, 40);
     notify(w);
@@ -393,8 +393,7 @@ int main(int argc, char **argv) {
     const emulate::Network how{random_number(), pick(0, 1) == 1, pick(0, 2) == 0};
     const int room = pick(0, 3);  // for all, for some, or none
     w.room = room == 0 ? 0 : room == 1 ? 64 * 1024 : w.room;
-    for (Rank &r : w.ranks) r.internode.puts_are_stores = how.stores;
-    emulate::start_network(how, blocks_of(w.ranks));
+    emulate::start_network(how, w.ranks, blocks_of(w.ranks));
     for (int round = 0; round < 2; ++round) {
       make_inputs(w);
       notify(w);

@@ -24,7 +24,7 @@ struct Pipe {  // operations toward a rank, of one queue pair or of all
 };
 
 std::map<std::pair<uint64_t, uint64_t>, Pipe> pipes;  // (from, to), queue pair
-std::vector<uint8_t *> bases;
+std::vector<uint8_t *> bases, stored;
 Network network;
 std::mt19937_64 random_number;
 std::vector<size_t> put_sizes;
@@ -59,12 +59,13 @@ bool carry_one() {
   return true;
 }
 
-}  // namespace
-
+// What lies at a rank where `address` lies here.
 void *at_rank(const void *address, int pe) {
   const ptrdiff_t there = bases[static_cast<size_t>(pe)] - bases[static_cast<size_t>(block->rank)];
   return const_cast<uint8_t *>(static_cast<const uint8_t *>(address)) + there;
 }
+
+}  // namespace
 
 void put(void *to, const void *from, size_t bytes, uint64_t *word, uint64_t value, int pe) {
   const int me = block->rank;
@@ -156,9 +157,11 @@ void hold(std::function<bool(int from, int to, int block, const void *word, uint
   is_held = std::move(held);
 }
 
+uint8_t *const *stored_blocks() { return stored.data(); }
 void start_network(const Network &how, const std::vector<uint8_t *> &blocks) {
   network = how;
   bases = blocks;
+  stored = how.stores ? blocks : std::vector<uint8_t *>(blocks.size());
   random_number.seed(how.seed);
 }
 void stop_network() {

@@ -11,9 +11,6 @@ void put(void *to, const void *from, size_t bytes, uint64_t *word, uint64_t valu
 // Reads words of a rank, which lie there where `from` lies here. In order with puts as another put is.
 void get(uint64_t *to, const uint64_t *from, size_t words, int pe);
 
-// What lies at a rank where `address` lies here.
-void *at_rank(const void *address, int pe);
-
 struct Network {
   uint64_t seed;
   bool fences_alone;
@@ -22,6 +19,16 @@ struct Network {
   const char *keeps() const { return stores ? "all order" : fences_alone ? "order of fences" : "order of queue pairs"; }
 };
 void start_network(const Network &how, const std::vector<uint8_t *> &blocks);
+uint8_t *const *stored_blocks();  // of all ranks; null where puts are not stores
+// And tells ranks' views of nodes of it.
+template <class Rank>
+void start_network(const Network &how, std::vector<Rank> &ranks, const std::vector<uint8_t *> &blocks) {
+  start_network(how, blocks);
+  for (Rank &r : ranks) {
+    r.internode.puts_are_stores = how.stores;
+    r.internode.blocks = stored_blocks();
+  }
+}
 void stop_network();                 // delivers everything first
 bool puts_under_way();               // of the running rank, not delivered yet
 size_t rows_under_way();             // puts of more than 16 bytes, not delivered yet

@@ -128,7 +128,7 @@ __device__ inline Outcome serve_node_sum(const InternodeCombineParams &p, uint64
       credit == kAllRows ? before : before + min(min(p.rings.piece, slots - before % slots), slots - (before - credit));
   const int partner = p.internode.partner(node);
   const uint32_t last_row = align_up(p.c.row_bytes + words_bytes(p), 16u);
-  uint8_t *there = p.internode.puts_are_stores ? remote_block(team, partner) : nullptr;  // where sums are stored
+  uint8_t *there = p.internode.blocks[partner];  // where sums are stored, null: a NIC serves it
   uint32_t sent = before;
   // It waits for room or for the last credit, unless next_token_of_node() says otherwise.
   blocked = {p.internode.partner(node), static_cast<int64_t>(sent) + 1, credit};
@@ -149,7 +149,7 @@ __device__ inline Outcome serve_node_sum(const InternodeCombineParams &p, uint64
                  team.self + p.rings.out(node, channel, before),
                  static_cast<uint64_t>(sent - before - 1) * p.rings.stride + last_row, head, tagged(epoch, sent));
     else
-      set_word(partner, head, tagged(epoch, sent));
+      set_word(p.internode, team, partner, head, tagged(epoch, sent));
   }
   __syncwarp();
   if (lane_id() == 0) {

@@ -23,16 +23,14 @@ __device__ inline nvshmemx_qp_handle_t queue_of_block(const NodeView &internode)
 }
 #endif
 
-// Where puts are stores (NodeView::puts_are_stores): the block of a rank of another node, to store into. Then
-// set_word(), by the same warp. NVSHMEM's copy by a warp loads 512 bytes and stores them before it loads more.
-__device__ __forceinline__ uint8_t *remote_block(const TeamView &team, int rank) {
-  return static_cast<uint8_t *>(nvshmem_ptr(team.self, rank));
-}
-__device__ __noinline__ inline void set_word(int rank, uint64_t *word, uint64_t value) {
+// Where puts are stores, after this warp has stored into NodeView::blocks: the word there that lies at `word` in this
+// rank's block.
+__device__ inline void set_word(const NodeView &internode, const TeamView &team, int rank, const uint64_t *word,
+                                uint64_t value) {
   __syncwarp();
   if (lane_id() == 0) {
-    ptx::fence_acq_rel_sys();
-    nvshmemx_signal_op(word, value, NVSHMEM_SIGNAL_SET, rank);
+    const ptrdiff_t at = reinterpret_cast<const uint8_t *>(word) - team.self;
+    ptx::st_release_sys(reinterpret_cast<uint64_t *>(internode.blocks[rank] + at), value);
   }
   __syncwarp();
 }
@@ -79,7 +77,7 @@ __device__ inline void copy_payload(uint8_t *to, uint8_t *also, const uint8_t *f
 // Sets the word alone. With 16 bytes of blank, since NVSHMEM's proxy may let a later signal overtake one without bytes.
 __device__ inline void signal_remote(const NodeView &internode, const TeamView &team, int rank, uint64_t *word,
                                      uint64_t value) {
-  if (internode.puts_are_stores) return set_word(rank, word, value);
+  if (internode.puts_are_stores) return set_word(internode, team, rank, word, value);
   uint8_t *blank = team.self + internode.at.blank;
   put_remote(internode, rank, blank, blank + 32, 16, word, value);
 }
@@ -146,10 +144,10 @@ __device__ inline void post_messages(const Session &s, const NodeView &internode
                                      Fill fill) {
   const int num_ranks = s.team.num_ranks, me = s.team.rank, warps = static_cast<int>(blockDim.x) / kWarp;
   for (int r = warp_id(); r < num_ranks; r += warps) {
-    const bool local = internode.is_local(r);
-    uint8_t *block = local ? s.team.peers[r] : s.team.self;
-    Message *message = local ? message_at(internode, block, internode.at.inbox, hand.epoch, me)
-                             : message_at(internode, block, internode.at.outbox, hand.epoch, r);
+    const bool stores = internode.is_local(r) || internode.puts_are_stores;
+    uint8_t *block = !stores ? s.team.self : internode.is_local(r) ? s.team.peers[r] : internode.blocks[r];
+    Message *message = stores ? message_at(internode, block, internode.at.inbox, hand.epoch, me)
+                              : message_at(internode, block, internode.at.outbox, hand.epoch, r);
     if (lane_id() == 0) {
       message->handshake = hand.mine;
       message->handshake.epoch = 0;
@@ -157,7 +155,7 @@ __device__ inline void post_messages(const Session &s, const NodeView &internode
     fill(r, message->counts);
     uint64_t *word = word_at(block, internode.at.arrived, hand.epoch % kHandshakeCopies * num_ranks + me);
     __syncwarp();
-    if (local) {
+    if (stores) {
       if (lane_id() == 0) ptx::st_release_sys(word, hand.epoch);
     } else if (__all_sync(kAllLanes, !is_gone(s, r))) {
       put_remote(internode, r, message_from(s, internode, hand.epoch, me), message,

@@ -67,7 +67,7 @@ __device__ inline SentRows send_piece(const Params &p, uint64_t epoch, int node,
                  end = from.count + min(min(p.rings.piece, slots - from.count % slots), slots - (from.count - credit));
   const int partner = p.internode.partner(node);
   const uint32_t words = align_up(words_bytes(p), 16u);
-  uint8_t *block = p.internode.puts_are_stores ? remote_block(team, partner) : nullptr;
+  uint8_t *block = p.internode.blocks[partner];  // null: a NIC serves it
   const auto staged = [&](uint32_t row) { return team.self + p.rings.out(node, channel, row); };
   const auto there = [&](uint8_t *in, uint32_t row) { return in + p.rings.in(p.internode.node, channel, row); };
   SentRows now = from;
@@ -91,7 +91,7 @@ __device__ inline SentRows send_piece(const Params &p, uint64_t epoch, int node,
                static_cast<uint64_t>(now.count - from.count - 1) * p.rings.stride + p.d.row_bytes + words, head,
                tagged(epoch, now.count));
   else
-    set_word(partner, head, tagged(epoch, now.count));
+    set_word(p.internode, team, partner, head, tagged(epoch, now.count));
   return now;
 }
 

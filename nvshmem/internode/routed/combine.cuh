@@ -189,7 +189,7 @@ __device__ inline Outcome serve_records(const RoutedCombineParams &p, uint64_t e
   const uint32_t end =
       credit == kAllRows ? before : before + min(min(p.rings.piece, slots - before % slots), slots - (before - credit));
   const int partner = p.internode.partner(node);
-  uint8_t *there = p.internode.puts_are_stores ? remote_block(team, partner) : nullptr;  // where records are stored
+  uint8_t *there = p.internode.blocks[partner];  // where records are stored, null: a NIC serves it
   uint32_t sent = before, last_bytes = 0;
   // It waits for room or for the last credit, unless next_record_token() says otherwise.
   blocked = {partner, static_cast<int64_t>(sent) + 1, credit};
@@ -211,7 +211,7 @@ __device__ inline Outcome serve_records(const RoutedCombineParams &p, uint64_t e
                  static_cast<uint64_t>(sent - before - 1) * p.rings.stride + p.header_bytes + last_bytes, head,
                  tagged(epoch, sent));
     else
-      set_word(partner, head, tagged(epoch, sent));
+      set_word(p.internode, team, partner, head, tagged(epoch, sent));
   }
   __syncwarp();
   if (lane_id() == 0) {

@@ -12,8 +12,6 @@ inline void nvshmem_quiet() { abort(); }
 inline void nvshmemx_putmem_nbi_block(void *, const void *, size_t, int) { abort(); }
 inline void nvshmemx_putmem_signal_nbi_block(void *, const void *, size_t, uint64_t *, uint64_t, int, int) { abort(); }
 
-// Where the network's puts are stores.
-inline void *nvshmem_ptr(const void *address, int pe) { return emulate::at_rank(address, pe); }
 inline void nvshmemx_signal_op(uint64_t *word, uint64_t value, int, int pe) {
   emulate::put(nullptr, nullptr, 0, word, value, pe);
 }
