@@ -660,6 +660,7 @@ void run_case(uint64_t seed) {
   for (Rank &r : w.ranks) blocks.push_back(aligned(r.block));
   w.nvlink = seed % 4 >= 2;
   emulate::start_network({seed, fences_alone}, blocks);
+  emulate::puts_since(0);
   const bool held = seed % 3 == 0;
   if (held) hold_words();
   const bool keeps = seed / 4 % 2 == 1;
@@ -694,6 +695,8 @@ void run_case(uint64_t seed) {
   emulate::run(
       c.ranks(), [&](int rank) { return w.ranks[rank].grid; }, kLlThreads, [&](int rank) { run_steps(w.ranks[rank]); });
   emulate::hold(nullptr);
+  // A mask that is lifted is a put.
+  if (w.nvlink && w.lost < 0) check("puts over NVLink", -1, -1, static_cast<int64_t>(emulate::puts_since(0)), 0);
   emulate::stop_network();
   for (int me = 0; me < c.ranks(); ++me)
     for (int r = 0; r < c.ranks(); ++r)

@@ -303,6 +303,7 @@ int main(int argc, char **argv) {
     World w(random_case());
     const emulate::Network how{random_number(), toss(), pick(0, 2) == 0};
     emulate::start_network(how, w.ranks, w.blocks());
+    emulate::puts_since(0);
     for (int round = 0; round < 2; ++round) {
       make_inputs(w);
       notify(w);
@@ -311,6 +312,9 @@ int main(int argc, char **argv) {
       fill_payload(w);
       dispatch(w, true);
     }
+    const size_t puts = emulate::puts_since(0);
+    check(how.stores == (puts == 0), "puts where NVLink reaches all ranks, or none", -1, 0, static_cast<double>(puts),
+          0);
     emulate::stop_network();
     printf("seed %llu: %d x %d ranks, hidden %d, top-%d, %s, flags %u, %s: ok\n",
            static_cast<unsigned long long>(seed) + i, w.c.nodes, w.c.peers, w.c.hidden, w.c.topk,

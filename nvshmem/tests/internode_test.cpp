@@ -394,6 +394,7 @@ int main(int argc, char **argv) {
     const int room = pick(0, 3);  // for all, for some, or none
     w.room = room == 0 ? 0 : room == 1 ? 64 * 1024 : w.room;
     emulate::start_network(how, w.ranks, blocks_of(w.ranks));
+    emulate::puts_since(0);
     for (int round = 0; round < 2; ++round) {
       make_inputs(w);
       notify(w);
@@ -405,6 +406,9 @@ int main(int argc, char **argv) {
       dispatch(w, true, places);
       barrier(w);
     }
+    const size_t puts = emulate::puts_since(0);
+    check(how.stores == (puts == 0), "puts where NVLink reaches all ranks, or none", -1, 0, static_cast<double>(puts),
+          0);
     emulate::stop_network();
     printf("seed %llu: %d x %d ranks, hidden %d, top-%d, %s: ok\n", static_cast<unsigned long long>(seed) + i,
            w.c.nodes, w.c.peers, w.c.hidden, w.c.topk, how.keeps());
