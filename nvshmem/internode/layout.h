@@ -1,10 +1,10 @@
 // layout.h - libdeepep_nvshmem.so: what a rank's block holds besides what the CUDA library puts there, for teams whose
 // ranks are on several nodes. Host and device.
 //
-// A rank reaches the ranks of its node by loads and stores, the others by NVSHMEM's puts, and in normal mode by stores
-// where all of them are reached over NVLink; either way the sender writes into the receiver's block, and a rank polls
-// its own block alone. Blocks are symmetric: the sender of a put names the receiver's object by the address of the same
-// object in its own block.
+// A rank reaches the ranks of its node by loads and stores, the others by NVSHMEM's puts, or by stores where all of
+// them are reached over NVLink; either way the sender writes into the receiver's block, and a rank polls its own block
+// alone. Blocks are symmetric: the sender of a put names the receiver's object by the address of the same object in its
+// own block.
 //   control region: control.cuh's | ControlOffsets | low latency's outbox       wire region: as on one node
 // Words that a peer writes during a call are tagged (epoch << 32 | count), so no word is ever reset.
 #pragma once

@@ -7,6 +7,11 @@
 
 namespace deepep::internode {
 
+// Whether a rank is of this node, and low latency may use NVLink.
+__device__ inline bool uses_stores(const TeamView &team, int rank) {
+  if (rank == team.rank) return true;
+  return (team.flags & DK_TEAM_LL_TRANSPORT) == 0 && rank / team.num_nvl_peers == team.rank / team.num_nvl_peers;
+}
 __device__ inline bool is_rank_dead(const TeamView &team, int rank) {
   return *static_cast<volatile uint8_t *>(&team.status->dead[rank]) != 0;
 }

@@ -34,11 +34,9 @@ __device__ inline void send_expert_row(const InternodeLlCombineParams &c, uint64
   uint8_t *to = block != nullptr ? block + at : mine_at(p, p.at.stage + static_cast<uint64_t>(number) * 2 * p.hidden);
   uint32_t kind = kRowPlain, bytes = 2 * static_cast<uint32_t>(p.hidden);
   const bool logfmt = (p.flags & DK_LL_LOGFMT) != 0, spread = logfmt && block != nullptr;
-  uint4 coded{0, 0, 0, 0};
-  if (spread)
-    coded = store_spread_row(from, to, p.hidden);
-  else if (logfmt)
-    coded = choose_coded(from, p.hidden);
+  const uint4 coded = spread   ? store_spread_row(from, to, p.hidden)
+                      : logfmt ? choose_coded(from, p.hidden)
+                               : uint4{0, 0, 0, 0};
   if (spread) {
     if (lane_id() == 0) kind |= end_spread_row(to, p.hidden / kScaleChannels, coded);
   } else if (is_any_coded(coded)) {

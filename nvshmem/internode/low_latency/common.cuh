@@ -136,11 +136,6 @@ __device__ inline uint64_t *counts_from(const InternodeLlParams &p, uint64_t epo
 
 // ---- Sending --------------------------------------------------------------------------------------------------------
 
-__device__ inline bool uses_stores(const TeamView &team, int rank) {
-  if (rank == team.rank) return true;
-  return (team.flags & DK_TEAM_LL_TRANSPORT) == 0 && rank / team.num_nvl_peers == team.rank / team.num_nvl_peers;
-}
-
 // A message: bytes for an offset in a rank's block, then a signal word.
 struct Delivery {
   int rank;

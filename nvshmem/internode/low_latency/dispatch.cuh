@@ -21,28 +21,22 @@ __device__ __forceinline__ int counter_id() {
 }
 __device__ __forceinline__ void sync_counters() { ptx::barrier_among<kCounters>(1 + kLlGroups); }
 
-// With shrink: whether the blocks agree that a source's counts have come. Reads them if another block saw them.
+// With shrink: whether the blocks agree that a source's counts have come. Finds its call if another block saw them.
 __device__ __noinline__ inline bool agree_on_counts(const InternodeLlParams &p, uint64_t epoch, int source, bool here,
-                                                    uint64_t &theirs, uint64_t &word) {
+                                                    uint64_t &theirs) {
   if (decide_arrival(p.session, epoch, source, here ? kArrived : kAbsent) != kArrived) return false;
   if (here) return true;
   if (theirs == 0 && !find_source_call(p, epoch, source, theirs)) return false;
-  word = ptx::ld_acquire_sys(mine_at<uint64_t>(p, message_word_at(p, theirs, source)));
-  return is_from(word, theirs, source);
+  return is_from(ptx::ld_acquire_sys(mine_at<uint64_t>(p, message_word_at(p, theirs, source))), theirs, source);
 }
 
 // By the counters, with shrink: waits for the messages with the counts of all sources.
 __device__ __noinline__ inline void await_sources(const InternodeLlParams &p, uint64_t epoch, uint64_t *calls) {
-  const Session &s = p.session;
 #pragma unroll 1
-  for (int r = counter_id(); r < s.team.num_ranks; r += kCounters) {
-    uint64_t theirs = calls[r], word = 0;
-    const bool here = theirs != 0 && wait_or_mask(s, r, epoch, [&](int64_t &seen) {
-                        word = ptx::ld_acquire_sys(mine_at<uint64_t>(p, message_word_at(p, theirs, r)));
-                        seen = static_cast<int64_t>(word >> 32);
-                        return is_from(word, theirs, r);
-                      });
-    calls[r] = agree_on_counts(p, epoch, r, here, theirs, word) ? theirs : 0;
+  for (int r = counter_id(); r < p.session.team.num_ranks; r += kCounters) {
+    uint64_t theirs = calls[r];
+    const bool here = theirs != 0 && await_message_word(p, epoch, theirs, r);
+    calls[r] = agree_on_counts(p, epoch, r, here, theirs) ? theirs : 0;
   }
   sync_counters();
 }

@@ -1,9 +1,8 @@
 // dispatch_send.cuh - libdeepep_nvshmem.so, low latency for teams with a transport, the sending half of dispatch. A
 // token's row goes once to each rank that holds one of its experts. The sender casts the row once, stores it at each
 // rank that it can store to and stages it for the others, after a header with its position among this source's rows of
-// each of its experts. A source numbers its rows for a destination
-// in the order of its tokens, so it sends nothing about tokens without an expert there. One more message for each pair
-// of ranks carries the counts.
+// each of its experts. A source numbers its rows for a destination in the order of its tokens, so it sends nothing
+// about tokens without an expert there. One more message for each pair of ranks carries the counts.
 #pragma once
 #include "cuda/impl/low_latency/compact_rows.cuh"
 #include "internode/low_latency/table.cuh"
@@ -40,7 +39,7 @@ struct SendRoute {                    // shared: of the token that a block sends
 constexpr int kIndices = 8;                                                   // loads in flight together
 constexpr int kCountThreads = 128, kCountTeams = kLlThreads / kCountThreads;  // that count earlier tokens
 struct TokenLoads {
-  uint4 a, b;           // what this thread stages first: 32 bytes of x for FP8, two chunks kLlThreads apart of BF16
+  uint4 a, b;           // what this thread stores first: 32 bytes of x for FP8, two chunks kLlThreads apart of BF16
   int named[kIndices];  // of the earlier token of this thread in its team, its first experts
   int64_t index;        // the route warp's, of the token itself
   float weight;
