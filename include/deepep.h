@@ -450,11 +450,12 @@ typedef struct deepep_startup_report {
   uint64_t load_ns[3];
   /* [out] allocating, mapping and bringing in memory. First calls: page_faults, each at what a new page costs here. */
   uint64_t memory_ns[3];
-  uint64_t connect_ns[3];  /* [out] joining the group, exchanges among the ranks, queue pairs */
-  uint64_t launch_ns[3];   /* [out] warm-up: its calls. First calls: the host's time in their launches */
-  uint64_t language_ns;    /* [out] warm-up: calls between its two parts */
-  uint64_t bytes[3];       /* [out] of the memory that was brought in, or that a warm-up's tensors took */
-  uint64_t page_faults[3]; /* [out] of this process meanwhile; first calls: from launch to end */
+  uint64_t connect_ns[3]; /* [out] joining the group, exchanges among the ranks, queue pairs */
+  uint64_t launch_ns[3];  /* [out] warm-up: its calls. First calls: the host's time in their launches */
+  uint64_t language_ns;   /* [out] warm-up: calls between its two parts */
+  uint64_t bytes[3];      /* [out] of the memory that was brought in, or that a warm-up's tensors took */
+  /* [out] of this process meanwhile; first calls: from launch to end, on GPUs the calling thread's in the launch. */
+  uint64_t page_faults[3];
   /* [out] by DEEPEP_OP_*: time in the kernels of the first call, and the mean of those after it; 0: not known yet. */
   uint64_t first_ns[10], later_ns[10];
 } deepep_startup_report;

@@ -52,7 +52,9 @@ type StartupReport struct {
 	LaunchNS   [3]uint64 // [out] warm-up: its calls. First calls: the host's time in their launches
 	LanguageNS uint64    // [out] warm-up: calls between its two parts
 	Bytes      [3]uint64 // [out] of the memory that was brought in, or that a warm-up's tensors took
-	PageFaults [3]uint64 // [out] of this process meanwhile; first calls: from launch to end
+
+	// [out] of this process meanwhile; first calls: from launch to end, on GPUs the calling thread's in the launch.
+	PageFaults [3]uint64
 
 	// [out] by DEEPEP_OP_*: time in the kernels of the first call, and the mean of those after it; 0: not known yet.
 	FirstNS [10]uint64

@@ -55,9 +55,14 @@ func (m *Memory) Zero(offset, bytes uint64) {
 }
 
 // PageFaults counts this process's page faults so far.
-func PageFaults() uint64 {
+func PageFaults() uint64 { return pageFaults(unix.RUSAGE_SELF) }
+
+// ThreadPageFaults counts those of the thread that calls.
+func ThreadPageFaults() uint64 { return pageFaults(unix.RUSAGE_THREAD) }
+
+func pageFaults(who int) uint64 {
 	var usage unix.Rusage
-	if unix.Getrusage(unix.RUSAGE_SELF, &usage) != nil {
+	if unix.Getrusage(who, &usage) != nil {
 		return 0
 	}
 	return uint64(usage.Minflt + usage.Majflt)

@@ -233,9 +233,9 @@ func (w *balancing) dispatch(number int, d *plan.BalanceTensor) error {
 	p.NumSMs = b.chooseSMs(w.config, plan.SMQuery{
 		Kind: plan.KindDispatch, RowBytes: d.RowBytes, Tokens: int(d.NumTokens), TopK: int(p.NumTopK), Staged: true,
 	})
-	began := b.beforeLaunch(abi.OpDispatch)
+	first := b.beforeLaunch(abi.OpDispatch)
 	code := b.opt.Library.Dispatch(p)
-	b.afterLaunch(began)
+	b.afterLaunch(first)
 	return b.launched(abi.OpDispatch, code, p.DeviceError)
 }
 

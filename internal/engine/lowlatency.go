@@ -201,9 +201,9 @@ func (b *Buffer) launchHalf(c *Call, h *half, run func(*ticket, *slotLayout) int
 	}
 	b.header(h.header, uint32(number), h.launched, stream, t.number)
 	h.header.NumSMs = b.lowLatencySMs(h)
-	began := b.beforeLaunch(number)
+	first := b.beforeLaunch(number)
 	code := run(t, layout)
-	b.afterLaunch(began)
+	b.afterLaunch(first)
 	*h.ticket = b.updateTicket(t, h.phases, code)
 	if code == 0 && h.phases&abi.PhaseRecv != 0 && h.which == opDispatch {
 		b.handles.add(h.srcInfo)

@@ -294,9 +294,9 @@ func (b *Buffer) launchPart(c *Call, number op.Operation, where place, h *abi.Op
 	b.calls[number]++
 	b.header(h, uint32(number), abi.PhaseBoth, stream, b.calls[number])
 	own := callID{uint32(number), b.calls[number]}
-	began := b.beforeLaunch(number)
+	first := b.beforeLaunch(number)
 	code := run()
-	b.afterLaunch(began)
+	b.afterLaunch(first)
 	return b.finish(c, where, stream, own, b.launched(number, code, h.DeviceError))
 }
 

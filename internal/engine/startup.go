@@ -91,29 +91,48 @@ type firstCall struct {
 // kernels count a call in the next one.
 const launchesWatched = 6
 
-// beforeLaunch watches the first calls of an operation; it returns the time if this is the first one. b.mu is held.
-func (b *Buffer) beforeLaunch(number op.Operation) (began time.Time) {
+// firstLaunch is what was so when an operation's first launch began; zero: no first launch.
+type firstLaunch struct {
+	began  time.Time
+	faults uint64 // of the calling thread, where a launch returns before its kernel ends
+}
+
+// beforeLaunch watches the first calls of an operation. b.mu is held.
+//
+// Where the host runs the kernels, the process's page faults count until the call ends. To ask for those of a process
+// takes the longer the more threads it has, a good part of a short call; where a device runs the kernels, only the
+// calling thread's count, while it launches.
+func (b *Buffer) beforeLaunch(number op.Operation) (l firstLaunch) {
 	f := &b.startup.first[number]
 	if f.launches > launchesWatched {
-		return began
+		return l
 	}
 	f.launches++
 	if b.startup.warming {
-		return began
+		return l
 	}
 	b.endWindow()
-	if f.launches == 1 {
-		b.startup.window.Store(1 + device.PageFaults())
-		return time.Now()
+	if f.launches > 1 {
+		b.firstIsCounted(number)
+		return l
 	}
-	b.firstIsCounted(number)
-	return began
+	if b.dev.HostStream() {
+		b.startup.window.Store(1 + device.PageFaults())
+	} else {
+		l.faults = device.ThreadPageFaults()
+	}
+	l.began = time.Now()
+	return l
 }
 
 // afterLaunch ends what beforeLaunch began. b.mu is held.
-func (b *Buffer) afterLaunch(began time.Time) {
-	if !began.IsZero() {
-		b.startup.issued += time.Since(began)
+func (b *Buffer) afterLaunch(l firstLaunch) {
+	if l.began.IsZero() {
+		return
+	}
+	b.startup.issued += time.Since(l.began)
+	if !b.dev.HostStream() {
+		b.startup.faults.Add(device.ThreadPageFaults() - l.faults)
 	}
 }
 
