@@ -87,7 +87,9 @@ cudaError_t internode::load_normal_kernels() {
 }
 
 cudaError_t internode::prepare_normal(const Team *team) {
-  return opt_in(deep_ep::internode::combine_with_notify, team->device->max_shared);
+  cudaError_t error = opt_in(deep_ep::internode::combine_with_notify, team->device->max_shared);
+  if (error == cudaSuccess) error = opt_in(deep_ep::internode::combine_routed<false>, team->device->max_shared);
+  return error == cudaSuccess ? opt_in(deep_ep::internode::combine_routed<true>, team->device->max_shared) : error;
 }
 
 int32_t internode_notify(dk_notify_params *p, const NotifyParams &n) {

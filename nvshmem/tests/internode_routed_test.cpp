@@ -8,7 +8,7 @@
 #include "routed_cases.h"
 
 namespace deep_ep::internode {
-thread_local uint8_t shared[64 * 1024];  // dynamic shared memory of a block
+alignas(128) thread_local uint8_t shared[192 * 1024];  // dynamic shared memory of a block
 }
 using namespace deepep;
 using namespace deepep::internode;
@@ -50,16 +50,14 @@ RoutedCombineParams combine_params(World &w, int me) {
   CombineParams k{combine_args(w, me), w.session(me, DK_OP_COMBINE), 2u * static_cast<uint32_t>(c.hidden)};
   const bool unreduced = c.expand && (c.combine_flags & DK_COMBINE_UNREDUCED) != 0;
   k.slot_bytes = k.row_bytes * (unreduced ? c.topk : 1);
-  RoutedCombineParams p{
-      {k, w.ranks[me].internode, {}, {}, {}, {}}, record_header_bytes(k, c.peers), most_records(k, c.peers)};
-  p.rings =
-      record_rings(w.ranks[me].team, p.internode, p.header_bytes + k.slot_bytes, static_cast<uint32_t>(p.most_records));
+  RoutedCombineParams p{{k, w.ranks[me].internode, {}, {}, {}, {}}, 0, 0};
+  shape_records(p, w.bulk_room);
   p.lists = stream_lists(w.state(me), p.internode);
   return p;
 }
 
 void combine(World &w) {
-  combine(w, RoutedCombineRoles::kThreads, [&](int me) {
+  combine(w, CombineRoles::kThreads, [&](int me) {
     const RoutedCombineParams p = combine_params(w, me);
     w.c.expand ? deep_ep::internode::combine_routed<true>(p) : deep_ep::internode::combine_routed<false>(p);
   });
@@ -186,7 +184,7 @@ void lost_rank(bool in_combine) {
   if (in_combine) {
     dispatch(w, false);
     combine(w);
-    lose(w, "lost in combine", RoutedCombineRoles::kThreads, 1, DK_OP_COMBINE,
+    lose(w, "lost in combine", CombineRoles::kThreads, 1, DK_OP_COMBINE,
          [&](int me) { deep_ep::internode::combine_routed<true>(combine_params(w, me)); });
     for (int me : {0, 2, 3})
       for (const uint16_t v : w.ranks[me].combined) expect("a failed sum", me, 0, v, 0x7fc0);
@@ -229,7 +227,7 @@ void changed_handles() {
     w.timeout_ns = 2000000;
     ++w.call;
     emulate::run(
-        4, [](int) { return 1; }, what > 0 ? RoutedCombineRoles::kThreads : DispatchRoles::kThreads,
+        4, [](int) { return 1; }, what > 0 ? CombineRoles::kThreads : DispatchRoles::kThreads,
         [&](int me) {
           what > 0 ? deep_ep::internode::combine_routed<true>(combine_params(w, me)) : run_dispatch<true>(w, me, false);
         });
@@ -302,6 +300,7 @@ int main(int argc, char **argv) {
     random_number.seed(seed + static_cast<uint64_t>(i));
     World w(random_case());
     const emulate::Network how{random_number(), toss(), pick(0, 2) == 0};
+    w.bulk_room = pick(0, 3) == 0 ? 0 : sizeof deep_ep::internode::shared / pick(1, 2);
     emulate::start_network(how, w.ranks, w.blocks());
     emulate::puts_since(0);
     for (int round = 0; round < 2; ++round) {

@@ -61,7 +61,8 @@ struct World {
   std::vector<bool> in;       // takes part, by what the test has done
   std::vector<bool> counted;  // took part in the newest notify
   uint64_t call = 0, control_bytes = 0, timeout_ns = 400000000;
-  int lost = -1;  // may be lost in the running call
+  int lost = -1;           // may be lost in the running call
+  uint64_t bulk_room = 0;  // of a block's shared memory, for bulk copies; 0: the device has none
 
   explicit World(const Case &one)
       : c(one), ranks(static_cast<size_t>(one.ranks())), in(ranks.size(), true), counted(in) {

@@ -1,5 +1,6 @@
 // row_sums.cuh - libdeepep_nvshmem.so, combine: a warp adds the rows of a token in FP32, in the order of a list, rounds
-// once, and adds their weights. Feeds bring the rows where bulk copies are.
+// once, and adds their weights. Feeds bring the rows where bulk copies are. With a routing the first rows of a list may
+// be a group, which is added and rounded by itself and goes into the sum as one row.
 #pragma once
 #include "cuda/common/bf16.cuh"
 #include "cuda/common/lanes.cuh"
@@ -47,6 +48,28 @@ __device__ __forceinline__ void store_sum(uint8_t *to, const float (&sum)[kPiece
   for (int u = 0; u < kPieces; ++u)
     if (base + 16 * kWarp * u < bytes) ptx::st_stream(to + base + 16 * kWarp * u, round_bf16(sum[u]));
 }
+// A list's first `count` rows, 0: none; `place`: how many of its rows come before their sum, themselves included.
+struct RowGroup {
+  int count, place;
+};
+// When row `at` of the list is next. kGroups: a list may have a group.
+template <bool kGroups>
+__device__ __forceinline__ void place_group(const RowGroup &group, int at, float (&sum)[kPieces][8],
+                                            uint4 (&rounded)[kPieces]) {
+  if (!kGroups || group.count == 0) return;
+  if (at == group.count) {
+#pragma unroll
+    for (int u = 0; u < kPieces; ++u) {
+      rounded[u] = round_bf16(sum[u]);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) sum[u][i] = 0;
+    }
+  }
+  if (at == group.place) {
+#pragma unroll
+    for (int u = 0; u < kPieces; ++u) add_bf16(sum[u], rounded[u]);
+  }
+}
 // The first pieces of the sum that is next: into all slots, which are free. Whole warp.
 __device__ inline void start_feed(const RowFeed &feed, const TokenRows &list, uint32_t bytes) {
   __syncwarp();  // all lanes see the list, and have acquired its rows
@@ -64,8 +87,9 @@ __device__ inline void start_feed(const RowFeed &feed, const TokenRows &list, ui
 // After start_feed(). A function of its own, so that its registers do not share a limit with a role's: to spill them
 // costs more than the call. Pieces beyond the end of a row are added like the rest, of whatever a slot has, and not
 // stored.
-__device__ __noinline__ inline void sum_fed(const uint8_t *const *rows, int count, RowFeed &in, uint8_t *to,
-                                            uint32_t bytes) {
+template <bool kGroups>
+__device__ __noinline__ inline void sum_fed(const uint8_t *const *rows, int count, RowGroup group, RowFeed &in,
+                                            uint8_t *to, uint32_t bytes) {
   static_assert(kFeedBytes == 16 * kWarp * kPieces, "a slot has what a warp adds at once");
   RowFeed feed = in;
   int row_ahead = 0;  // the next piece to load
@@ -77,8 +101,10 @@ __device__ __noinline__ inline void sum_fed(const uint8_t *const *rows, int coun
 #pragma unroll 1
   for (uint32_t base = 0; base < bytes; base += kFeedBytes) {
     float sum[kPieces][8] = {};
+    uint4 rounded[kPieces];
 #pragma unroll 1
     for (int i = 0; i < count; ++i) {
+      place_group<kGroups>(group, i, sum, rounded);
       feed.wait();
       RowPieces row;
 #pragma unroll
@@ -95,34 +121,44 @@ __device__ __noinline__ inline void sum_fed(const uint8_t *const *rows, int coun
       for (int u = 0; u < kPieces; ++u) add_bf16(sum[u], row.data[u]);
       feed.advance();
     }
+    place_group<kGroups>(group, count, sum, rounded);
     store_sum(to, sum, base + 16 * lane_id(), bytes);
   }
   in = feed;
 }
 // Where there are no feeds: two rows are on their way at a time, and added in turn.
-__device__ __noinline__ inline void sum_loaded(const uint8_t *const *rows, int count, uint8_t *to, uint32_t bytes) {
+template <bool kGroups>
+__device__ __noinline__ inline void sum_loaded(const uint8_t *const *rows, int count, RowGroup group, uint8_t *to,
+                                               uint32_t bytes) {
 #pragma unroll 1
   for (uint32_t base = 16 * lane_id(); base < bytes; base += 16 * kWarp * kPieces) {
     float sum[kPieces][8] = {};
+    uint4 rounded[kPieces];
     RowPieces one, two;
 #pragma unroll 1
     for (int i = 0; i < count; i += 2) {
       const bool both = i + 1 < count;
       load_pieces(one, rows[i], base, bytes);
       if (both) load_pieces(two, rows[i + 1], base, bytes);
+      place_group<kGroups>(group, i, sum, rounded);
       add_pieces(sum, one, base, bytes);
-      if (both) add_pieces(sum, two, base, bytes);
+      if (!both) continue;
+      place_group<kGroups>(group, i + 1, sum, rounded);
+      add_pieces(sum, two, base, bytes);
     }
+    place_group<kGroups>(group, count, sum, rounded);
     store_sum(to, sum, base, bytes);
   }
 }
 // Adds in FP32 and rounds once; the feed has been started.
-__device__ inline void sum_rows(const InternodeCombineParams &p, const TokenRows &list, RowFeed &feed, uint8_t *to) {
+template <bool kGroups = false>
+__device__ inline void sum_rows(const InternodeCombineParams &p, const TokenRows &list, RowFeed &feed, uint8_t *to,
+                                RowGroup group = {0, 0}) {
   const InPhase phase(kPhaseSum);
   if (feed.slots != 0)
-    sum_fed(list.rows, list.count, feed, to, p.c.row_bytes);
+    sum_fed<kGroups>(list.rows, list.count, group, feed, to, p.c.row_bytes);
   else
-    sum_loaded(list.rows, list.count, to, p.c.row_bytes);
+    sum_loaded<kGroups>(list.rows, list.count, group, to, p.c.row_bytes);
 }
 // Of the first `rows` rows: those after them are biases.
 __device__ inline void sum_weights(const InternodeCombineParams &p, const TokenRows &list, int rows, float *weights) {

@@ -7,94 +7,67 @@
 
 namespace deepep::internode {
 
-// ---- Sums -----------------------------------------------------------------------------------------------------------
-
-// The rows of a sum, and among them those that are added and rounded by themselves first: count 0 or 1: none.
-struct SumOrder {
-  int count, group_first, group_count;
+// A row with what belongs to it: a record's, or one of this rank's own. row null: none. weights: K, null: all 0.
+struct Record {
+  const uint8_t *row;
+  const uint32_t *weights;
 };
-
-constexpr int kSumPieces = 2, kRowsAhead = 4;  // of 16 bytes that a lane adds side by side; rows on their way
-__device__ __forceinline__ void add_rows(float (&sum)[kSumPieces][8], const uint8_t *const *rows, int count,
-                                         uint32_t base, uint32_t bytes) {
-#pragma unroll 1
-  for (int i = 0; i < count; i += kRowsAhead) {
-    uint4 data[kRowsAhead][kSumPieces];
-#pragma unroll
-    for (int n = 0; n < kRowsAhead; ++n)
-#pragma unroll
-      for (int u = 0; u < kSumPieces; ++u)
-        if (i + n < count && base + 16 * kWarp * u < bytes)
-          data[n][u] = ptx::ld_stream(rows[i + n] + base + 16 * kWarp * u);
-#pragma unroll
-    for (int n = 0; n < kRowsAhead; ++n)
-#pragma unroll
-      for (int u = 0; u < kSumPieces; ++u)
-        if (i + n < count && base + 16 * kWarp * u < bytes) add_bf16(sum[u], data[n][u]);
-  }
+__device__ inline Record record_at(const RoutedCombineParams &p, uint8_t *place) {
+  return {place + p.header_bytes, weights_in(place)};
 }
-
-// Whole warp: biases (null: none), then the rows, in FP32, rounded once.
-__device__ inline void sum_in_order(const RoutedCombineParams &p, const uint8_t *const *rows, const SumOrder &order,
-                                    const uint8_t *const (&bias)[2], uint8_t *to) {
-  const uint32_t bytes = p.c.row_bytes;
-  const int before = order.group_count > 1 ? order.group_first : order.count,
-            after = order.group_count > 1 ? order.group_first + order.group_count : order.count;
-  const InPhase phase(kPhaseSum);
-  __syncwarp();  // all lanes see the list
-#pragma unroll 1
-  for (uint32_t base = 16 * lane_id(); base < bytes; base += 16 * kWarp * kSumPieces) {
-    uint4 group[kSumPieces];
-    if (after > before) {
-      float sum[kSumPieces][8] = {};
-      add_rows(sum, rows + before, after - before, base, bytes);
-#pragma unroll
-      for (int u = 0; u < kSumPieces; ++u) group[u] = round_bf16(sum[u]);
-    }
-    float sum[kSumPieces][8] = {};
-#pragma unroll 1
-    for (int b = 0; b < 2; ++b)
-      if (bias[b] != nullptr) add_rows(sum, &bias[b], 1, base, bytes);
-    add_rows(sum, rows, before, base, bytes);
-#pragma unroll
-    for (int u = 0; u < kSumPieces; ++u)
-      if (after > before) add_bf16(sum[u], group[u]);
-    add_rows(sum, rows + after, order.count - after, base, bytes);
-#pragma unroll
-    for (int u = 0; u < kSumPieces; ++u)
-      if (base + 16 * kWarp * u < bytes) ptx::st_stream(to + base + 16 * kWarp * u, round_bf16(sum[u]));
-  }
+__device__ inline const RecordHeader *header_of(const RoutedCombineParams &p, const Record &record) {
+  return header_of(record.row - p.header_bytes);
+}
+__device__ inline Record own_record(const RoutedCombineParams &p, const NamedRows &own, int row) {
+  const int64_t at = static_cast<int64_t>(own.first) + row;
+  const auto *weights = reinterpret_cast<const uint32_t *>(p.c.topk_weights());
+  return {p.c.x() + at * p.c.row_bytes, weights == nullptr ? nullptr : weights + at * p.c.num_topk};
 }
 
 // ---- Collectors: a stream is a channel's records for the partner in another node ------------------------------------
 
 struct NextRecord {
-  const uint8_t *record;
+  Record record;
   int token;        // kNoToken: there is none
   uint32_t pushed;  // so far
   bool known;       // that is so until it is taken
 };
+// taken: records taken of the ring; of own rows in place the number of the next one.
 __device__ inline NextRecord next_record(const RoutedCombineParams &p, uint64_t epoch, int node, int channel, int index,
-                                         uint32_t taken) {
-  if (index >= p.internode.num_peers) return {nullptr, kNoToken, 0, true};
+                                         uint32_t taken, const NamedRows &own) {
+  if (index >= p.internode.num_peers) return {{nullptr, nullptr}, kNoToken, 0, true};
+  if (index == p.internode.index && own_in_place(p.c)) {
+    const int row = static_cast<int>(taken);
+    if (row >= own.count) return {{nullptr, nullptr}, kNoToken, taken, true};
+    return {own_record(p, own, row), own.token(row), taken, true};
+  }
   uint8_t *self = p.c.session.team.self;
   const uint32_t count = count_in(
       ptx::ld_acquire_sys(word_at(self, p.internode.at.pushed, push_index(p.internode, index, node, channel))), epoch);
   const uint32_t rows = count & ~kLastRow;
-  if (rows <= taken) return {nullptr, kNoToken, rows, (count & kLastRow) != 0};
-  const uint8_t *record = self + p.rings.local(index, node, channel, taken);
-  return {record, load_word(&header_of(record)->token), rows, true};
+  if (rows <= taken) return {{nullptr, nullptr}, kNoToken, rows, (count & kLastRow) != 0};
+  const Record record = record_at(p, self + p.rings.local(index, node, channel, taken));
+  return {record, load_word(&header_of(p, record)->token), rows, true};
+}
+// The first own row from `row` on that is of the channel becomes the next one. Whole warp.
+__device__ inline void find_own_row(const RoutedCombineParams &p, const NamedRows &own, int channel, int row,
+                                    uint32_t *taken) {
+  row = next_row_of<4>(p, own, channel, row);
+  if (row < own.count) is_named_well(p, own, row);  // else the team fails
+  __syncwarp();  // all lanes have read which one it was
+  if (lane_id() == 0) taken[p.internode.index] = static_cast<uint32_t>(row);
+  __syncwarp();
 }
 
 // The lowest token among the next records of all ranks of this node; kNoToken: all have been taken; -1: a ring is empty
 // and its rank may push more (`blocked`).
 __device__ inline int next_record_token(const RoutedCombineParams &p, uint64_t epoch, int node, int channel,
-                                        const uint32_t *taken, BlockedStream &blocked) {
+                                        const uint32_t *taken, const NamedRows &own, BlockedStream &blocked) {
   int token = kNoToken;
   for (int base = 0; base < p.internode.num_peers; base += kWarp) {
     const int index = base + lane_id();
     const uint32_t so_far = index < p.internode.num_peers ? taken[index] : 0;
-    const NextRecord next = next_record(p, epoch, node, channel, index, so_far);
+    const NextRecord next = next_record(p, epoch, node, channel, index, so_far, own);
     const uint32_t unknown = __ballot_sync(kAllLanes, !next.known);
     if (unknown != 0) {
       const int lane = __ffs(static_cast<int>(unknown)) - 1;
@@ -118,33 +91,43 @@ __device__ inline void post_taken(const RoutedCombineParams &p, uint64_t epoch, 
 
 // Sums the node's rows of the token into `place`, and takes them. Returns the payload's bytes.
 __device__ inline uint32_t sum_records(const RoutedCombineParams &p, uint64_t epoch, int node, int channel, int token,
-                                       uint8_t *place, uint32_t *taken, SumLists &lists) {
+                                       uint8_t *place, uint32_t *taken, const NamedRows &own, SumLists &lists,
+                                       RowFeed &feed) {
   const int num_topk = p.c.num_topk;
-  uint32_t having = 0;  // bit i: this lane's rank of the node in turn i has the token
+  uint32_t having = 0;  // bit i: this lane took a record of the node's rank in turn i
+  bool took_own = false;
   lists.by_choice[lane_id()] = nullptr;
   __syncwarp();
   for (int base = 0; base < p.internode.num_peers; base += kWarp) {
     const int index = base + lane_id();
     const uint32_t so_far = index < p.internode.num_peers ? taken[index] : 0;
-    const NextRecord next = next_record(p, epoch, node, channel, index, so_far);
-    const bool mine = next.record != nullptr && next.token == token;
-    const int last = mine ? load_word(&header_of(next.record)->last_choice) : -1;
-    if (last >= 0 && last < num_topk) lists.by_choice[last] = next.record + p.header_bytes;
-    if (mine) having |= 1u << (base / kWarp);
+    const NextRecord next = next_record(p, epoch, node, channel, index, so_far, own);
+    const bool mine = next.record.row != nullptr && next.token == token,
+               is_own = mine && index == p.internode.index && own_in_place(p.c);
+    int last = -1;
+    if (is_own) last = own.last_choice(static_cast<int>(so_far));
+    if (mine && !is_own) last = load_word(&header_of(p, next.record)->last_choice);
+    if (last >= 0 && last < num_topk) lists.by_choice[last] = next.record.row;
+    if (mine && !is_own) having |= 1u << (base / kWarp);
+    took_own |= is_own;
 #pragma unroll 1
     for (uint32_t left = __ballot_sync(kAllLanes, mine); left != 0; left &= left - 1) {
       const int lane = __ffs(static_cast<int>(left)) - 1;
-      const uint8_t *record = from_lane(next.record, lane);
+      const uint32_t *weights = from_lane(next.record.weights, lane);
       if (lane_id() < num_topk)
-        weights_in(place)[(base + lane) * num_topk + lane_id()] = load_weight(record, lane_id());
+        weights_in(place)[(base + lane) * num_topk + lane_id()] = load_weight(weights, lane_id());
     }
   }
   __syncwarp();
+  TokenRows list{lists.rows, 0};
   const uint8_t *row = lists.by_choice[lane_id()];
   const uint32_t rows = __ballot_sync(kAllLanes, row != nullptr);
-  if (row != nullptr) lists.rows[lanes_before(rows)] = row;
-  sum_in_order(p, lists.rows, {__popc(rows), 0, 0}, {nullptr, nullptr}, place + p.header_bytes);
+  list.add(row);
+  start_feed(feed, list, p.c.row_bytes);
   if (lane_id() == 0) *reinterpret_cast<RecordHeader *>(place) = {token, last_lane(rows), 1, 0};
+  if (__any_sync(kAllLanes, took_own))
+    find_own_row(p, own, channel, static_cast<int>(taken[p.internode.index]) + 1, taken);
+  sum_rows(p, list, feed, place + p.header_bytes);
   __syncwarp();  // all lanes have read the rows
   for (int index = lane_id(); having != 0; index += kWarp, having >>= 1)
     if ((having & 1) != 0) post_taken(p, epoch, node, channel, index, ++taken[index]);
@@ -154,15 +137,21 @@ __device__ inline uint32_t sum_records(const RoutedCombineParams &p, uint64_t ep
 
 // Copies the record of the first rank of the node that has the token, and takes it. Returns the payload's bytes.
 __device__ inline uint32_t copy_record(const RoutedCombineParams &p, uint64_t epoch, int node, int channel, int token,
-                                       uint8_t *place, uint32_t *taken) {
+                                       uint8_t *place, uint32_t *taken, const NamedRows &own) {
   for (int base = 0; base < p.internode.num_peers; base += kWarp) {
     const int index = base + lane_id();
     const uint32_t so_far = index < p.internode.num_peers ? taken[index] : 0;
-    const NextRecord next = next_record(p, epoch, node, channel, index, so_far);
-    const uint32_t having = __ballot_sync(kAllLanes, next.record != nullptr && next.token == token);
+    const NextRecord next = next_record(p, epoch, node, channel, index, so_far, own);
+    const uint32_t having = __ballot_sync(kAllLanes, next.record.row != nullptr && next.token == token);
     if (having == 0) continue;
     const int lane = __ffs(static_cast<int>(having)) - 1;
-    const uint8_t *record = from_lane(next.record, lane);
+    if (base + lane == p.internode.index && own_in_place(p.c)) {
+      const int row = static_cast<int>(taken[p.internode.index]);
+      push_record<false>(p, own, row, place);
+      find_own_row(p, own, channel, row + 1, taken);
+      return p.c.row_bytes;
+    }
+    const uint8_t *record = from_lane(next.record.row, lane) - p.header_bytes;
     const int rows = load_word(&header_of(record)->rows);
     const uint32_t bytes =
         static_cast<uint32_t>(max(0, min(rows, static_cast<int>(p.c.slot_bytes / p.c.row_bytes)))) * p.c.row_bytes;
@@ -176,7 +165,7 @@ __device__ inline uint32_t copy_record(const RoutedCombineParams &p, uint64_t ep
 }
 
 __device__ inline Outcome serve_records(const RoutedCombineParams &p, uint64_t epoch, int stream, SumLists &lists,
-                                        BlockedStream &blocked) {
+                                        RowFeed &feed, BlockedStream &blocked) {
   const TeamView &team = p.c.session.team;
   const int others = p.internode.num_nodes - 1, channel = stream / others,
             node = stream % others + (stream % others >= p.internode.node);
@@ -184,6 +173,8 @@ __device__ inline Outcome serve_records(const RoutedCombineParams &p, uint64_t e
   if (state->closed != 0) return kDone;
   uint32_t *taken =
       p.lists.node_rows_taken + (static_cast<int64_t>(node) * kMaxChannels + channel) * p.internode.num_peers;
+  const NamedRows own = named_rows(p, p.internode.partner(node));
+  if (state->opened == 0 && own_in_place(p.c)) find_own_row(p, own, channel, 0, taken);
   const uint32_t credit = read_count(word_at(team.self, p.internode.at.credits, node * kMaxChannels + channel), epoch);
   const uint32_t before = state->count, slots = p.rings.slots;
   const uint32_t end =
@@ -194,12 +185,12 @@ __device__ inline Outcome serve_records(const RoutedCombineParams &p, uint64_t e
   // It waits for room or for the last credit, unless next_record_token() says otherwise.
   blocked = {partner, static_cast<int64_t>(sent) + 1, credit};
   for (; sent < end; ++sent) {
-    const int token = next_record_token(p, epoch, node, channel, taken, blocked);
+    const int token = next_record_token(p, epoch, node, channel, taken, own, blocked);
     if (token < 0 || token == kNoToken) break;
     uint8_t *place = there == nullptr ? team.self + p.rings.out(node, channel, sent)
                                       : there + p.rings.in(p.internode.node, channel, sent);
-    last_bytes = are_apart(p.c) ? copy_record(p, epoch, node, channel, token, place, taken)
-                                : sum_records(p, epoch, node, channel, token, place, taken, lists);
+    last_bytes = are_apart(p.c) ? copy_record(p, epoch, node, channel, token, place, taken, own)
+                                : sum_records(p, epoch, node, channel, token, place, taken, own, lists, feed);
   }
   if (sent != before) {
     const InPhase phase(kPhasePut);
@@ -215,6 +206,7 @@ __device__ inline Outcome serve_records(const RoutedCombineParams &p, uint64_t e
   }
   __syncwarp();
   if (lane_id() == 0) {
+    state->opened = 1;
     state->count = sent;
     state->closed = credit == kAllRows;
     if (credit == kAllRows)
@@ -268,36 +260,40 @@ __device__ inline int part_of(const NodeView &internode, const TokenChoices &t) 
   return t.is_local ? internode.index_of(t.rank) : internode.num_peers + t.node;
 }
 
-// A lane's record; null: it takes none. False: one has not come yet (`blocked`), or is another token's: a failure.
+// A lane's record; row null: it takes none. False: one has not come yet (`blocked`), or is another token's: a failure.
 __device__ inline bool find_records(const RoutedCombineParams &p, uint64_t epoch, int channel, int token,
-                                    const TokenChoices &t, const uint32_t *taken, const uint8_t *&record,
+                                    const TokenChoices &t, const uint32_t *taken, const NamedRows &own, Record &record,
                                     BlockedStream &blocked) {
-  uint8_t *self = p.c.session.team.self;
-  record = nullptr;
+  const TeamView &team = p.c.session.team;
+  record = {nullptr, nullptr};
   uint32_t seen = 0, wanted = 0;
   const int peer = t.is_local ? t.rank : t.takes ? p.internode.partner(t.node) : -1;
-  if (t.takes) {
+  int its = token, rows = 1;
+  if (t.takes && t.rank == team.rank && own_in_place(p.c)) {
+    const int row = p.c.send_head()[static_cast<int64_t>(token) * team.num_ranks + team.rank];
+    its = row < own.count ? own.token(row) : -1;
+    record = own_record(p, own, min(row, own.count - 1));
+  } else if (t.takes) {
     const int index = p.internode.index_of(t.rank);
-    const uint64_t *word =
-        t.is_local ? word_at(self, p.internode.at.pushed, push_index(p.internode, index, p.internode.node, channel))
-                   : word_at(self, p.internode.at.heads, t.node * kMaxChannels + channel);
+    const uint64_t *word = t.is_local ? word_at(team.self, p.internode.at.pushed,
+                                                push_index(p.internode, index, p.internode.node, channel))
+                                      : word_at(team.self, p.internode.at.heads, t.node * kMaxChannels + channel);
     const uint32_t at = taken[part_of(p.internode, t)] + t.number;
     wanted = at + 1;
     seen = count_in(ptx::ld_acquire_sys(word), epoch) & ~kLastRow;
-    if (seen >= wanted)
-      record =
-          self + (t.is_local ? p.rings.local(index, p.internode.node, channel, at) : p.rings.in(t.node, channel, at));
+    if (seen >= wanted) {
+      record = record_at(p, team.self + (t.is_local ? p.rings.local(index, p.internode.node, channel, at)
+                                                    : p.rings.in(t.node, channel, at)));
+      its = load_word(&header_of(p, record)->token);
+      rows = load_word(&header_of(p, record)->rows);
+    }
   }
-  bool wrong = false;
-  if (record != nullptr) {
-    const int its = load_word(&header_of(record)->token), rows = load_word(&header_of(record)->rows);
-    const bool lacks =
-        (p.c.flags & DK_COMBINE_UNREDUCED) != 0 && p.c.routing == DK_ROUTING_EXPANDED && rows < __popc(t.of_rank);
-    wrong = its != token || lacks;  // not of this handle
-    if (wrong) report_failure(p.c.session, DK_EINVAL, peer, DK_FIELD_SRC_METADATA, token, lacks ? -1 : its, 0);
-  }
+  const bool lacks = record.row != nullptr && (p.c.flags & DK_COMBINE_UNREDUCED) != 0 &&
+                     p.c.routing == DK_ROUTING_EXPANDED && rows < __popc(t.of_rank),
+             wrong = its != token || lacks;  // not of this handle
+  if (wrong) report_failure(p.c.session, DK_EINVAL, peer, DK_FIELD_SRC_METADATA, token, lacks ? -1 : its, 0);
   if (__any_sync(kAllLanes, wrong)) return false;
-  const uint32_t missing = __ballot_sync(kAllLanes, t.takes && record == nullptr);
+  const uint32_t missing = __ballot_sync(kAllLanes, t.takes && record.row == nullptr);
   if (missing == 0) return true;
   const int lane = __ffs(static_cast<int>(missing)) - 1;
   const uint32_t needed = __shfl_sync(kAllLanes, wanted, lane), here = __shfl_sync(kAllLanes, seen, lane);
@@ -305,36 +301,32 @@ __device__ inline bool find_records(const RoutedCombineParams &p, uint64_t epoch
   return false;
 }
 
-// Lists the rows in the order of the sum. Where nodes add their ranks' rows, those of this one come together, at the
-// last choice of them all.
-__device__ inline SumOrder order_records(const RoutedCombineParams &p, const TokenChoices &t, const uint8_t *record,
-                                         const uint8_t **rows) {
-  const uint32_t below = (1u << lane_id()) - 1;
-  const uint8_t *payload = record == nullptr ? nullptr : record + p.header_bytes;
+// Lists the rows in the order of the sum. Where nodes add their ranks' rows, those of this one are a group, which goes
+// in at the last choice of them all.
+__device__ inline RowGroup order_records(const RoutedCombineParams &p, const TokenChoices &t, const uint8_t *row,
+                                         const uint8_t *const (&bias)[2], TokenRows &list) {
+  const uint32_t below = (1u << lane_id()) - 1, all = __ballot_sync(kAllLanes, t.takes),
+                 here = are_apart(p.c) ? 0 : __ballot_sync(kAllLanes, t.takes && t.is_local);
+  const bool groups = __popc(here) > 1, is_grouped = groups && t.is_local;
+  if (groups) list.add(is_grouped ? row : nullptr);
+  RowGroup group{list.count, 0};
+  for (int b = 0; b < 2; ++b)
+    if (bias[b] != nullptr) list.add(lane_id() == 0 ? bias[b] : nullptr);
   if ((p.c.flags & DK_COMBINE_UNREDUCED) != 0 && p.c.routing == DK_ROUTING_EXPANDED) {  // a row of each choice
-    const uint8_t *first = from_lane(payload, max(0, last_lane(t.of_rank)));
-    const uint32_t all = __ballot_sync(kAllLanes, t.rank >= 0);
-    if (t.rank >= 0)
-      rows[__popc(all & below)] = first + static_cast<uint64_t>(__popc(t.of_rank & below)) * p.c.row_bytes;
-    return {__popc(all), 0, 0};
+    const uint8_t *first = from_lane(row, max(0, last_lane(t.of_rank)));
+    list.add(t.rank < 0 ? nullptr : first + static_cast<uint64_t>(__popc(t.of_rank & below)) * p.c.row_bytes);
+    return group;
   }
-  const uint32_t all = __ballot_sync(kAllLanes, t.takes);
-  if (are_apart(p.c)) {
-    if (t.takes) rows[__popc(all & below)] = payload;
-    return {__popc(all), 0, 0};
-  }
-  const uint32_t here = __ballot_sync(kAllLanes, t.takes && t.is_local), others = all & ~here;
-  const int place = last_lane(here), first = here == 0 ? 0 : __popc(others & ((1u << place) - 1));
-  if (t.takes && t.is_local) rows[first + __popc(here & below)] = payload;
-  if (t.takes && !t.is_local) rows[__popc(others & below) + (place < lane_id() ? __popc(here) : 0)] = payload;
-  return {__popc(all), first, __popc(here)};
+  if (groups) group.place = list.count + __popc(all & ~here & ((1u << last_lane(here)) - 1));
+  list.add(is_grouped ? nullptr : row);
+  return group;
 }
 
 // Each choice's weight, as its rank has sent it.
-__device__ inline void take_weights(const RoutedCombineParams &p, const TokenChoices &t, const uint8_t *record,
+__device__ inline void take_weights(const RoutedCombineParams &p, const TokenChoices &t, const uint32_t *weights,
                                     int token) {
   const bool by_rank = t.is_local || are_apart(p.c);
-  const uint8_t *from = from_lane(record, max(0, last_lane(by_rank ? t.of_rank : t.of_node)));
+  const uint32_t *from = from_lane(weights, max(0, last_lane(by_rank ? t.of_rank : t.of_node)));
   if (p.c.combined_topk_weights() == nullptr || lane_id() >= p.c.num_topk) return;
   float weight = 0;
   if (t.rank >= 0) {
@@ -354,7 +346,9 @@ __device__ inline void release_records(const RoutedCombineParams &p, uint64_t ep
   __syncwarp();                                                          // all lanes have read the records
   const bool ends = t.takes && lane_id() == last_lane(t.of_node & all);  // one lane for all records of a node
   uint32_t rows = 0, before = 0;
-  if (t.takes && t.is_local) {
+  if (t.takes && t.rank == team.rank && own_in_place(p.c)) {
+    // Nobody waits for its place.
+  } else if (t.takes && t.is_local) {
     const int index = p.internode.index_of(t.rank);
     post_taken(p, epoch, p.internode.node, channel, index, ++taken[index]);
   } else if (ends) {
@@ -376,31 +370,35 @@ __device__ inline void release_records(const RoutedCombineParams &p, uint64_t ep
 }
 
 __device__ inline bool sum_routed_token(const RoutedCombineParams &p, uint64_t epoch, int channel, int token,
-                                        uint32_t *taken, SumLists &lists, BlockedStream &blocked) {
+                                        uint32_t *taken, const NamedRows &own, SumLists &lists, RowFeed &feed,
+                                        BlockedStream &blocked) {
   const TokenChoices t = load_choices(p, token);
-  const uint8_t *record;
-  if (!find_records(p, epoch, channel, token, t, taken, record, blocked)) return false;
-  const SumOrder order = order_records(p, t, record, lists.rows);
+  Record record;
+  if (!find_records(p, epoch, channel, token, t, taken, own, record, blocked)) return false;
   const uint64_t row = static_cast<uint64_t>(token) * p.c.row_bytes;
   const uint8_t *bias[2];
   for (int b = 0; b < 2; ++b) bias[b] = p.c.bias(b) == nullptr ? nullptr : p.c.bias(b) + row;
-  sum_in_order(p, lists.rows, order, bias, p.c.combined_x() + row);
-  take_weights(p, t, record, token);
+  TokenRows list{lists.rows, 0};
+  const RowGroup group = order_records(p, t, record.row, bias, list);
+  start_feed(feed, list, p.c.row_bytes);
+  take_weights(p, t, record.weights, token);
+  sum_rows<true>(p, list, feed, p.c.combined_x() + row, group);
   release_records(p, epoch, channel, t, taken);
   return true;
 }
 
 __device__ inline Outcome serve_routed_tokens(const RoutedCombineParams &p, uint64_t epoch, int channel,
-                                              SumLists &lists, BlockedStream &blocked) {
+                                              SumLists &lists, RowFeed &feed, BlockedStream &blocked) {
   const TeamView &team = p.c.session.team;
   RowStream *state = p.lists.tokens + channel;
   if (state->closed != 0) return kDone;
   uint32_t *taken =
       p.lists.token_rows_taken + static_cast<int64_t>(channel) * (p.internode.num_peers + p.internode.num_nodes);
+  const NamedRows own = named_rows(p, team.rank);
   const int step = static_cast<int>(p.rings.channels), before = state->at;
   int token = before;
   for (; token < p.c.num_tokens && token < before + kSumsAtOnce * step; token += step)
-    if (!sum_routed_token(p, epoch, channel, token, taken, lists, blocked)) break;
+    if (!sum_routed_token(p, epoch, channel, token, taken, own, lists, feed, blocked)) break;
   const bool all = token >= p.c.num_tokens;
   for (int node = 0; all && node < p.internode.num_nodes; ++node)
     if (node != p.internode.node)
@@ -418,43 +416,44 @@ __device__ inline Outcome serve_routed_tokens(const RoutedCombineParams &p, uint
 
 // ---- The kernel -----------------------------------------------------------------------------------------------------
 
-struct RoutedCombineRoles {
-  static constexpr int kSenders = 4, kNodeCollectors = 10, kTokenCollectors = 10;
-  static constexpr int kWarps = kSenders + kNodeCollectors + kTokenCollectors, kThreads = kWarps * kWarp;
-};
-
 // As run_combine_roles().
 template <bool kExpand>
-__device__ inline void run_routed_combine(const RoutedCombineParams &p, uint64_t epoch) {
-  using Roles = RoutedCombineRoles;
-  __shared__ SumLists lists_of_warps[Roles::kWarps];
+__device__ inline void run_routed_combine(const RoutedCombineParams &p, uint64_t epoch, uint8_t *shared) {
   const Session &s = p.c.session;
-  const int warp = warp_id(), blocks = static_cast<int>(gridDim.x), block = static_cast<int>(blockIdx.x),
+  const int blocks = static_cast<int>(gridDim.x), block = static_cast<int>(blockIdx.x),
             channels = static_cast<int>(p.rings.channels);
-  SumLists &lists = lists_of_warps[warp];
-  if (warp < Roles::kSenders) {
-    const int first = warp * blocks + block, step = Roles::kSenders * blocks, count = s.team.num_ranks * channels;
-#pragma unroll 1
-    for (int i = first; i < count; i += step)
-      if (lane_id() == 0) p.lists.by_rank[i] = {0, 0, 0, 0};
-    __syncwarp();
-    serve_streams(s, kRolePusher, first, step, count, [&](int stream, BlockedStream &blocked) {
-      return serve_record_pusher<kExpand>(p, epoch, stream, blocked);
+  int warp = warp_id();  // then: among those of its role
+  if (warp < p.shape.pushers) {
+    serve_in_turn(s, kRolePusher, record_pushes(p), -1, [&](int stream, uint64_t &at, BlockedStream &blocked) {
+      return serve_record_pusher<kExpand>(p, epoch, stream, at, blocked);
     });
-  } else if (warp < Roles::kSenders + Roles::kNodeCollectors) {
-    const int first = (warp - Roles::kSenders) * blocks + block, step = Roles::kNodeCollectors * blocks,
+    return;
+  }
+  warp -= p.shape.pushers;
+  SumLists &lists = reinterpret_cast<SumLists *>(shared)[warp];
+  RowFeed feed(p.feeds, shared, warp);
+  bool pushes = true;
+  const auto or_push = [&](Outcome outcome) {
+    if (outcome != kBlocked || !pushes) return outcome;
+    const Outcome pushed = help_to_push<kExpand>(p, epoch);
+    pushes = pushed != kDone;
+    return pushed == kMoved ? kMoved : kBlocked;
+  };
+  if (warp < p.shape.node_sums) {
+    const int first = warp * blocks + block, step = p.shape.node_sums * blocks,
               count = (p.internode.num_nodes - 1) * channels;
     reset_node_sums(p, first, step, count);
-    serve_streams(s, kRoleNodeSum, first, step, count,
-                  [&](int stream, BlockedStream &blocked) { return serve_records(p, epoch, stream, lists, blocked); });
-  } else {
-    const int first = (warp - Roles::kSenders - Roles::kNodeCollectors) * blocks + block,
-              step = Roles::kTokenCollectors * blocks;
-    reset_token_sums(p, first, step, channels);
-    serve_streams(s, kRoleTokenSum, first, step, channels, [&](int stream, BlockedStream &blocked) {
-      return serve_routed_tokens(p, epoch, stream, lists, blocked);
+    serve_streams(s, kRoleNodeSum, first, step, count, [&](int stream, BlockedStream &blocked) {
+      return or_push(serve_records(p, epoch, stream, lists, feed, blocked));
     });
+    return;
   }
+  warp -= p.shape.node_sums;
+  const int first = warp * blocks + block, step = p.shape.token_sums() * blocks;
+  reset_token_sums(p, first, step, channels);
+  serve_streams(s, kRoleTokenSum, first, step, channels, [&](int stream, BlockedStream &blocked) {
+    return or_push(serve_routed_tokens(p, epoch, stream, lists, feed, blocked));
+  });
 }
 
 }  // namespace deepep::internode
@@ -464,8 +463,9 @@ using namespace deepep;
 using namespace deepep::internode;
 
 template <bool kExpand>
-__global__ void __launch_bounds__(RoutedCombineRoles::kThreads, 1)
+__global__ void __launch_bounds__(CombineRoles::kThreads, 1)
     combine_routed(const __grid_constant__ RoutedCombineParams p) {
+  extern __shared__ __align__(16) uint8_t shared[];
   const Session &s = p.c.session;
   const uint64_t epoch = ptx::ld_relaxed_gpu(&s.team.scratch->epoch) + 1;
   begin_role_times();
@@ -476,12 +476,14 @@ __global__ void __launch_bounds__(RoutedCombineRoles::kThreads, 1)
     if (blockIdx.x == gridDim.x - 1) publish_newest_by_last_warp(s.team);
     if (await_messages(s, p.internode, hand)) {
       if (blockIdx.x == 0) count_pushed_bytes(p);
-      run_routed_combine<kExpand>(p, epoch);
+      run_routed_combine<kExpand>(p, epoch, shared);
     }
   }
   end_role_times(1);
   finish(s, [&](bool failed) {
     if (failed) clear_combine_outputs(p.c);
+    const int streams = record_pushes(p).count;
+    for (int i = threadIdx.x; i <= streams; i += blockDim.x) p.lists.pushes[i] = 0;
     if (threadIdx.x == 0) s.team.scratch->epoch = epoch;
     record_kernel(s, nullptr, true, failed);
   });

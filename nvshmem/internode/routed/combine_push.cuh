@@ -1,5 +1,5 @@
-// combine_push.cuh - libdeepep_nvshmem.so, combine with a routing across nodes: what a record of a ring is, and the
-// warps that push records to the collector of their node (combine.cuh).
+// combine_push.cuh - libdeepep_nvshmem.so, combine with a routing across nodes: what a record of a ring is, and how
+// records get to the collector of their node (combine.cuh): warps of all roles push them.
 #pragma once
 #include "cuda/impl/normal/expanded_sums.cuh"
 #include "internode/normal/combine.cuh"
@@ -31,11 +31,11 @@ __device__ inline const RecordHeader *header_of(const uint8_t *record) {
   return reinterpret_cast<const RecordHeader *>(record);
 }
 __device__ inline uint32_t *weights_in(uint8_t *record) { return reinterpret_cast<uint32_t *>(record) + 4; }
-__device__ inline uint32_t load_weight(const uint8_t *record, int at) {
-  return ptx::ld_relaxed_sys(reinterpret_cast<const uint32_t *>(record) + 4 + at);
-}
 __device__ inline int load_word(const int32_t *word) {
   return static_cast<int>(ptx::ld_relaxed_sys(reinterpret_cast<const uint32_t *>(word)));
+}
+__device__ inline uint32_t load_weight(const uint32_t *weights, int at) {
+  return weights == nullptr ? 0 : ptx::ld_relaxed_sys(weights + at);
 }
 
 constexpr int kRoutedChannels = 180;  // as many as 20 SMs have warps that send them
@@ -54,10 +54,29 @@ inline RowRings record_rings(const TeamView &team, const NodeView &internode, ui
   return at;
 }
 
-// Shared memory of a warp that sums: rows by choice, and in the order of the sum.
+// A rank's own rows of the plain layout are added where the caller has them. Expanded ones are added and rounded before
+// they are a row, which needs a place.
+__host__ __device__ inline bool own_in_place(const dk_combine_params &p) { return p.routing != DK_ROUTING_EXPANDED; }
+
+// Shared memory of a warp that sums: rows by choice, and in the order of the sum, with two biases.
 struct SumLists {
-  const uint8_t *by_choice[kWarp], *rows[kWarp];
+  const uint8_t *by_choice[kWarp], *rows[kWarp + 2];
 };
+// A block's warps, shared memory and rings; what it knows of the call is set. room: as in shape_combine(). Returns the
+// bytes of shared memory.
+inline uint64_t shape_records(RoutedCombineParams &p, uint64_t room) {
+  constexpr CombineShape kShape{4, 8};
+  constexpr uint32_t kMostSlots = 4;
+  const NodeView &internode = p.internode;
+  p.header_bytes = record_header_bytes(p.c, internode.num_peers);
+  p.most_records = most_records(p.c, internode.num_peers);
+  p.shape = own_in_place(p.c) && internode.num_peers == 1 ? kAloneShape : kShape;
+  p.rings =
+      record_rings(p.c.session.team, internode, p.header_bytes + p.c.slot_bytes, static_cast<uint32_t>(p.most_records));
+  const uint64_t used = sizeof(SumLists) * p.shape.sums();
+  p.feeds = feed_shape(kMostSlots, p.shape.sums(), used, room);
+  return p.feeds.slots != 0 ? p.feeds.end() : used;
+}
 
 // ---- Pushers: a stream is a channel's rows for tokens of a source ---------------------------------------------------
 
@@ -118,23 +137,24 @@ __device__ inline bool is_named_well(const RoutedCombineParams &p, const NamedRo
   return false;
 }
 
+// at: the rows that have been pushed, and below them the number of the next row to look at.
 template <bool kExpand>
-__device__ inline Outcome serve_record_pusher(const RoutedCombineParams &p, uint64_t epoch, int stream,
+__device__ inline Outcome serve_record_pusher(const RoutedCombineParams &p, uint64_t epoch, int stream, uint64_t &at,
                                               BlockedStream &blocked) {
   const TeamView &team = p.c.session.team;
-  const int source = (stream + team.rank) % team.num_ranks, channel = stream / team.num_ranks;
-  RowStream *state = p.lists.by_rank + stream;
-  if (state->closed != 0) return kDone;
-  const int node = p.internode.node_of(source), index = p.internode.index_of(source),
+  const int num_peers = p.internode.num_peers, left_out = own_in_place(p.c), sources_in_node = num_peers - left_out,
+            sources = sources_in_node * p.internode.num_nodes, channel = stream / sources,
+            index = (p.internode.index + left_out + stream % sources_in_node) % num_peers,
+            node = (p.internode.node + 1 + stream % sources / sources_in_node) % p.internode.num_nodes,
             collector = p.internode.local_rank(index);
-  const NamedRows rows = named_rows(p, source);
+  const NamedRows rows = named_rows(p, node * num_peers + index);
   uint8_t *block = team.peers[collector];
   uint64_t *pushed = word_at(block, p.internode.at.pushed, push_index(p.internode, p.internode.index, node, channel));
   const uint32_t taken = read_count(
                      word_at(team.self, p.internode.at.taken, push_index(p.internode, index, node, channel)), epoch),
-                 before = state->count;
+                 before = static_cast<uint32_t>(at >> 32);
   uint32_t pushed_rows = before;
-  int row = state->at;
+  int row = static_cast<int>(static_cast<uint32_t>(at));
   bool last = false;
   const InPhase phase(kPhaseCopy);
   while (!last && pushed_rows < before + kSumsAtOnce) {
@@ -147,16 +167,31 @@ __device__ inline Outcome serve_record_pusher(const RoutedCombineParams &p, uint
     ++row;
   }
   if (last || pushed_rows != before) write_count(pushed, epoch, pushed_rows | (last ? kLastRow : 0));
-  if (lane_id() == 0) {
-    state->at = row;
-    state->count = pushed_rows;
-    state->closed = last;
-  }
-  __syncwarp();
+  at = static_cast<uint64_t>(pushed_rows) << 32 | static_cast<uint32_t>(row);
   if (last) return kDone;
   if (pushed_rows != before) return kMoved;
   blocked = {collector, static_cast<int64_t>(pushed_rows) - p.rings.local_slots + 1, taken};
   return kBlocked;
+}
+
+// All warps push: those of this role always, others while their own streams wait.
+__device__ inline TurnQueue record_pushes(const RoutedCombineParams &p) {
+  const int sources = p.c.session.team.num_ranks - (own_in_place(p.c) ? p.internode.num_nodes : 0);
+  return {p.lists.pushes, sources * static_cast<int>(p.rings.channels)};
+}
+// One turn of a warp of another role; kDone: all streams are closed. A function of its own, so that its registers do
+// not share a limit with the role's.
+template <bool kExpand>
+__device__ __noinline__ inline Outcome help_to_push(const RoutedCombineParams &p, uint64_t epoch) {
+  const TurnQueue queue = record_pushes(p);
+  int closed = 0;
+  StreamTurn turn = take_turn(queue, closed);
+  if (closed == queue.count) return kDone;
+  if (turn.stream < 0) return kBlocked;
+  BlockedStream blocked{-1, 0, 0};
+  const Outcome outcome = serve_record_pusher<kExpand>(p, epoch, turn.stream, turn.at, blocked);
+  end_turn(queue, turn, outcome == kDone);
+  return outcome == kBlocked ? kBlocked : kMoved;
 }
 
 }  // namespace deepep::internode

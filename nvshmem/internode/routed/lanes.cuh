@@ -7,8 +7,9 @@ namespace deepep::internode {
 
 __device__ inline int last_lane(uint32_t lanes) { return 63 - __clzll(static_cast<long long>(lanes)); }  // -1: none
 
-__device__ inline const uint8_t *from_lane(const uint8_t *address, int lane) {
-  return reinterpret_cast<const uint8_t *>(__shfl_sync(kAllLanes, reinterpret_cast<uint64_t>(address), lane));
+template <class T>
+__device__ inline const T *from_lane(const T *address, int lane) {
+  return reinterpret_cast<const T *>(__shfl_sync(kAllLanes, reinterpret_cast<uint64_t>(address), lane));
 }
 
 }  // namespace deepep::internode

@@ -37,15 +37,11 @@ template <bool kExpand>
 int32_t launch_combine(dk_combine_params *p, const CombineParams &c, int blocks) {
   const Team *team = handle_of<Team>(p->team);
   RoutedCombineParams params{{c, team->internode->view, {}, {}, {}, {}}, 0, 0};
-  params.header_bytes = record_header_bytes(c, params.internode.num_peers);
-  params.most_records = most_records(c, params.internode.num_peers);
-  params.rings = record_rings(team->view, params.internode, params.header_bytes + c.slot_bytes,
-                              static_cast<uint32_t>(params.most_records));
+  const uint64_t shared = shape_records(params, team->device->bulk ? team->device->max_shared : 0);
   if (params.rings.slots == 0) return DK_EUNSUPPORTED;  // a region has no room for a token's records
   params.lists = stream_lists(static_cast<NormalState *>(team->internode->state), params.internode);
   const OnDevice on(team->device);
-  deep_ep::internode::combine_routed<kExpand>
-      <<<blocks, RoutedCombineRoles::kThreads, 0, stream_of(p->stream)>>>(params);
+  deep_ep::internode::combine_routed<kExpand><<<blocks, CombineRoles::kThreads, shared, stream_of(p->stream)>>>(params);
   return launched(p);
 }
 
