@@ -54,7 +54,7 @@ __device__ inline void find_own_row(const RoutedCombineParams &p, const NamedRow
                                     uint32_t *taken) {
   row = next_row_of<4>(p, own, channel, row);
   if (row < own.count) is_named_well(p, own, row);  // else the team fails
-  __syncwarp();  // all lanes have read which one it was
+  __syncwarp();                                     // all lanes have read which one it was
   if (lane_id() == 0) taken[p.internode.index] = static_cast<uint32_t>(row);
   __syncwarp();
 }
@@ -137,7 +137,8 @@ __device__ inline uint32_t sum_records(const RoutedCombineParams &p, uint64_t ep
 
 // Copies the record of the first rank of the node that has the token, and takes it. Returns the payload's bytes.
 __device__ inline uint32_t copy_record(const RoutedCombineParams &p, uint64_t epoch, int node, int channel, int token,
-                                       uint8_t *place, uint32_t *taken, const NamedRows &own) {
+                                       uint8_t *place, uint32_t *taken, const NamedRows &own, SumLists &lists,
+                                       RowFeed &feed) {
   for (int base = 0; base < p.internode.num_peers; base += kWarp) {
     const int index = base + lane_id();
     const uint32_t so_far = index < p.internode.num_peers ? taken[index] : 0;
@@ -147,7 +148,7 @@ __device__ inline uint32_t copy_record(const RoutedCombineParams &p, uint64_t ep
     const int lane = __ffs(static_cast<int>(having)) - 1;
     if (base + lane == p.internode.index && own_in_place(p.c)) {
       const int row = static_cast<int>(taken[p.internode.index]);
-      push_record<false>(p, own, row, place);
+      push_record<false>(p, own, row, place, lists, feed);
       find_own_row(p, own, channel, row + 1, taken);
       return p.c.row_bytes;
     }
@@ -189,7 +190,7 @@ __device__ inline Outcome serve_records(const RoutedCombineParams &p, uint64_t e
     if (token < 0 || token == kNoToken) break;
     uint8_t *place = there == nullptr ? team.self + p.rings.out(node, channel, sent)
                                       : there + p.rings.in(p.internode.node, channel, sent);
-    last_bytes = are_apart(p.c) ? copy_record(p, epoch, node, channel, token, place, taken, own)
+    last_bytes = are_apart(p.c) ? copy_record(p, epoch, node, channel, token, place, taken, own, lists, feed)
                                 : sum_records(p, epoch, node, channel, token, place, taken, own, lists, feed);
   }
   if (sent != before) {
@@ -423,19 +424,19 @@ __device__ inline void run_routed_combine(const RoutedCombineParams &p, uint64_t
   const int blocks = static_cast<int>(gridDim.x), block = static_cast<int>(blockIdx.x),
             channels = static_cast<int>(p.rings.channels);
   int warp = warp_id();  // then: among those of its role
+  SumLists &lists = reinterpret_cast<SumLists *>(shared)[warp];
+  RowFeed feed(p.feeds, shared, warp);
   if (warp < p.shape.pushers) {
     serve_in_turn(s, kRolePusher, record_pushes(p), -1, [&](int stream, uint64_t &at, BlockedStream &blocked) {
-      return serve_record_pusher<kExpand>(p, epoch, stream, at, blocked);
+      return serve_record_pusher<kExpand>(p, epoch, stream, at, lists, feed, blocked);
     });
     return;
   }
   warp -= p.shape.pushers;
-  SumLists &lists = reinterpret_cast<SumLists *>(shared)[warp];
-  RowFeed feed(p.feeds, shared, warp);
   bool pushes = true;
   const auto or_push = [&](Outcome outcome) {
     if (outcome != kBlocked || !pushes) return outcome;
-    const Outcome pushed = help_to_push<kExpand>(p, epoch);
+    const Outcome pushed = help_to_push<kExpand>(p, epoch, lists, feed);
     pushes = pushed != kDone;
     return pushed == kMoved ? kMoved : kBlocked;
   };

@@ -58,7 +58,7 @@ inline RowRings record_rings(const TeamView &team, const NodeView &internode, ui
 // they are a row, which needs a place.
 __host__ __device__ inline bool own_in_place(const dk_combine_params &p) { return p.routing != DK_ROUTING_EXPANDED; }
 
-// Shared memory of a warp that sums: rows by choice, and in the order of the sum, with two biases.
+// Shared memory of a warp: rows by choice, and in the order of the sum, with two biases.
 struct SumLists {
   const uint8_t *by_choice[kWarp], *rows[kWarp + 2];
 };
@@ -73,8 +73,8 @@ inline uint64_t shape_records(RoutedCombineParams &p, uint64_t room) {
   p.shape = own_in_place(p.c) && internode.num_peers == 1 ? kAloneShape : kShape;
   p.rings =
       record_rings(p.c.session.team, internode, p.header_bytes + p.c.slot_bytes, static_cast<uint32_t>(p.most_records));
-  const uint64_t used = sizeof(SumLists) * p.shape.sums();
-  p.feeds = feed_shape(kMostSlots, p.shape.sums(), used, room);
+  const uint64_t used = sizeof(SumLists) * CombineRoles::kWarps;
+  p.feeds = feed_shape(kMostSlots, CombineRoles::kWarps, used, room);
   return p.feeds.slots != 0 ? p.feeds.end() : used;
 }
 
@@ -94,29 +94,41 @@ __device__ inline NamedRows named_rows(const RoutedCombineParams &p, int source)
           p.c.rank_prefix_matrix()[source * team.num_ranks + team.rank] - first, words, source * p.c.num_max_tokens};
 }
 
-struct TermsOf {  // what TermSender::send_sum() needs of a job
-  const CombineParams &p;
-};
-// Expanded: the sum of a row's terms, or the terms, to `payload`; their weights. Returns the rows there.
-__device__ inline int push_terms(const CombineParams &c, int row, uint8_t *payload, uint32_t *weights) {
+// Expanded: the sum of a row's terms, or the terms, to `payload`, each by sum(terms, which, place); their weights.
+// Returns the rows there.
+template <class Sum>
+__device__ inline int push_terms(const CombineParams &c, int row, uint8_t *payload, uint32_t *weights, Sum sum) {
   const Terms terms = checked_terms(c, load_slot(c, row));
-  TermsOf job{c};
-  const TermSender<false, TermsOf> sender{job, nullptr};
-  each_sum(c, terms, payload, [&](uint32_t which, uint8_t *to) { sender.send_sum(terms, which, to); });
+  each_sum(c, terms, payload, [&](uint32_t which, uint8_t *to) { sum(terms, which, to); });
   if (lane_id() < c.num_topk)
     weights[lane_id()] =
         c.topk_weights() == nullptr || terms.slot < 0 ? 0 : __float_as_uint(c.topk_weights()[terms.slot]);
   if ((c.flags & DK_COMBINE_UNREDUCED) == 0) return 1;
   return terms.wrong ? c.num_topk : __popc(terms.here);
 }
+// A row that cannot be.
+__device__ inline void write_nan(uint8_t *to, uint32_t bytes) {
+#pragma unroll 1
+  for (uint32_t at = 16 * lane_id(); at < bytes; at += 16 * kWarp)
+    ptx::st_stream(to + at, uint4{kNanPair, kNanPair, kNanPair, kNanPair});
+}
 
 template <bool kExpand>
-__device__ inline void push_record(const RoutedCombineParams &p, const NamedRows &rows, int row, uint8_t *to) {
+__device__ inline void push_record(const RoutedCombineParams &p, const NamedRows &rows, int row, uint8_t *to,
+                                   SumLists &lists, RowFeed &feed) {
   const CombineParams &c = p.c;
   const int64_t x_row = static_cast<int64_t>(rows.first) + row;
   int count = 1;
   if constexpr (kExpand) {
-    count = push_terms(c, static_cast<int>(x_row), to + p.header_bytes, weights_in(to));
+    const auto sum = [&](const Terms &terms, uint32_t which, uint8_t *place) {
+      if (terms.wrong) return write_nan(place, c.row_bytes);
+      TokenRows list{lists.rows, 0};
+      list.add((which >> lane_id() & 1) == 0 ? nullptr : c.x() + static_cast<int64_t>(terms.slot) * c.row_bytes);
+      start_feed(feed, list, c.row_bytes);
+      sum_rows(p, list, feed, place);
+      __syncwarp();  // all lanes have read the list
+    };
+    count = push_terms(c, static_cast<int>(x_row), to + p.header_bytes, weights_in(to), sum);
   } else {
     copy_payload(to + p.header_bytes, nullptr, c.x() + x_row * c.row_bytes, c.row_bytes);
     if (lane_id() < c.num_topk)
@@ -140,7 +152,7 @@ __device__ inline bool is_named_well(const RoutedCombineParams &p, const NamedRo
 // at: the rows that have been pushed, and below them the number of the next row to look at.
 template <bool kExpand>
 __device__ inline Outcome serve_record_pusher(const RoutedCombineParams &p, uint64_t epoch, int stream, uint64_t &at,
-                                              BlockedStream &blocked) {
+                                              SumLists &lists, RowFeed &feed, BlockedStream &blocked) {
   const TeamView &team = p.c.session.team;
   const int num_peers = p.internode.num_peers, left_out = own_in_place(p.c), sources_in_node = num_peers - left_out,
             sources = sources_in_node * p.internode.num_nodes, channel = stream / sources,
@@ -162,7 +174,8 @@ __device__ inline Outcome serve_record_pusher(const RoutedCombineParams &p, uint
     last = row >= rows.count;
     if (last || pushed_rows - taken >= p.rings.local_slots) break;
     if (!is_named_well(p, rows, row)) return kBlocked;
-    push_record<kExpand>(p, rows, row, block + p.rings.local(p.internode.index, node, channel, pushed_rows));
+    push_record<kExpand>(p, rows, row, block + p.rings.local(p.internode.index, node, channel, pushed_rows), lists,
+                         feed);
     ++pushed_rows;
     ++row;
   }
@@ -182,14 +195,15 @@ __device__ inline TurnQueue record_pushes(const RoutedCombineParams &p) {
 // One turn of a warp of another role; kDone: all streams are closed. A function of its own, so that its registers do
 // not share a limit with the role's.
 template <bool kExpand>
-__device__ __noinline__ inline Outcome help_to_push(const RoutedCombineParams &p, uint64_t epoch) {
+__device__ __noinline__ inline Outcome help_to_push(const RoutedCombineParams &p, uint64_t epoch, SumLists &lists,
+                                                    RowFeed &feed) {
   const TurnQueue queue = record_pushes(p);
   int closed = 0;
   StreamTurn turn = take_turn(queue, closed);
   if (closed == queue.count) return kDone;
   if (turn.stream < 0) return kBlocked;
   BlockedStream blocked{-1, 0, 0};
-  const Outcome outcome = serve_record_pusher<kExpand>(p, epoch, turn.stream, turn.at, blocked);
+  const Outcome outcome = serve_record_pusher<kExpand>(p, epoch, turn.stream, turn.at, lists, feed, blocked);
   end_turn(queue, turn, outcome == kDone);
   return outcome == kBlocked ? kBlocked : kMoved;
 }

@@ -22,13 +22,20 @@ inline uint64_t record_bytes_of(const CombineParams &c) { return header_bytes_of
 
 // ---- Senders: a stream is rows of this rank for a rank's tokens, every channels-th ----------------------------------
 
+struct TermsOf {  // what TermSender::send_sum() needs of a job
+  const CombineParams &p;
+};
 // Returns the record's bytes.
 template <bool kExpand>
 __device__ inline uint32_t write_record(const CombineParams &c, int64_t row, uint8_t *to) {
   auto *words = reinterpret_cast<uint32_t *>(to);
   int rows = 1;
   if constexpr (kExpand) {
-    rows = push_terms(c, static_cast<int>(row), to + header_bytes_of(c), words + 1);
+    TermsOf job{c};
+    const TermSender<false, TermsOf> sender{job, nullptr};
+    rows =
+        push_terms(c, static_cast<int>(row), to + header_bytes_of(c), words + 1,
+                   [&](const Terms &terms, uint32_t which, uint8_t *place) { sender.send_sum(terms, which, place); });
   } else {
     copy_payload(to + header_bytes_of(c), nullptr, c.x() + row * c.row_bytes, c.row_bytes);
     if (lane_id() < c.num_topk)
