@@ -38,11 +38,14 @@ __device__ inline uint32_t load_weight(const uint32_t *weights, int at) {
   return weights == nullptr ? 0 : ptx::ld_relaxed_sys(weights + at);
 }
 
-constexpr int kRoutedChannels = 180;  // as many as 20 SMs have warps that send them
+// Channels: as many as warps of 24 SMs sum one by one. Where ranks of a node push to each other, fewer, so that their
+// rings hold two turns of rows.
+constexpr int kPushedChannels = 180, kAloneChannels = 240;
 // All records of a token lie in the ring of its node together; a ring has room for twice as many, or there are fewer
 // channels. slots is 0 if a region is too small.
-inline RowRings record_rings(const TeamView &team, const NodeView &internode, uint64_t record_bytes, uint32_t most) {
-  RowRings at = row_rings(team, internode, record_bytes, kRoutedChannels, true);
+inline RowRings record_rings(const TeamView &team, const NodeView &internode, uint64_t record_bytes, uint32_t most,
+                             bool pushes) {
+  RowRings at = row_rings(team, internode, record_bytes, pushes ? kPushedChannels : kAloneChannels, true);
   if (at.slots == 0 || most <= 1) return at;
   const uint64_t rows = at.half / internode.num_nodes / at.stride, local = team.nvl_bytes / team.num_ranks / at.stride;
   at.channels = static_cast<uint32_t>(max<uint64_t>(1, min<uint64_t>(at.channels, rows / (2 * most))));
@@ -66,13 +69,14 @@ struct SumLists {
 // bytes of shared memory.
 inline uint64_t shape_records(RoutedCombineParams &p, uint64_t room) {
   constexpr CombineShape kShape{4, 8};
-  constexpr uint32_t kMostSlots = 4;
+  constexpr uint32_t kMostSlots = 3;
   const NodeView &internode = p.internode;
   p.header_bytes = record_header_bytes(p.c, internode.num_peers);
   p.most_records = most_records(p.c, internode.num_peers);
-  p.shape = own_in_place(p.c) && internode.num_peers == 1 ? kAloneShape : kShape;
-  p.rings =
-      record_rings(p.c.session.team, internode, p.header_bytes + p.c.slot_bytes, static_cast<uint32_t>(p.most_records));
+  const bool pushes = internode.num_peers > 1 || !own_in_place(p.c);
+  p.shape = pushes ? kShape : kAloneShape;
+  p.rings = record_rings(p.c.session.team, internode, p.header_bytes + p.c.slot_bytes,
+                         static_cast<uint32_t>(p.most_records), pushes);
   const uint64_t used = sizeof(SumLists) * CombineRoles::kWarps;
   p.feeds = feed_shape(kMostSlots, CombineRoles::kWarps, used, room);
   return p.feeds.slots != 0 ? p.feeds.end() : used;
