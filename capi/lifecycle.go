@@ -14,6 +14,7 @@ import (
 
 	"github.com/deepep-go/deepep/core"
 	"github.com/deepep-go/deepep/core/op"
+	"github.com/deepep-go/deepep/internal/engine"
 	"github.com/deepep-go/deepep/internal/env"
 	"github.com/deepep-go/deepep/internal/status"
 )
@@ -187,6 +188,19 @@ func dpgo_buffer_create(group C.uintptr_t, o *C.deepep_buffer_options, out *C.ui
 //export dpgo_buffer_destroy
 func dpgo_buffer_destroy(id C.uintptr_t) C.int32_t {
 	return guard(func() error { return release[*core.Buffer](uintptr(id), "buffer") })
+}
+
+// freesAtExit is how long a process that ends waits for memory that Destroy has left to be freed: other ranks free
+// theirs at the same time, and one of them may be dead.
+const freesAtExit = 2 * time.Second
+
+//export dpgo_await_frees
+func dpgo_await_frees(atExit C.int32_t) C.int32_t {
+	limit := time.Duration(0)
+	if atExit != 0 {
+		limit = freesAtExit
+	}
+	return flag(engine.AwaitFrees(limit))
 }
 
 //export dpgo_buffer_info_get

@@ -270,9 +270,20 @@ DP_PUBLIC deepep_status_t deepep_buffer_create(deepep_group_t group, const deepe
   return DEEPEP_OK;
 }
 
+/* All ranks free a transport's memory together, so a buffer may be gone before it is free. Functions that libraries
+ * have registered for the end of the process would take them from under the thread that frees; this one runs before
+ * those of the transport, since it is registered after it was loaded. */
+static void await_frees(void) {
+  if (!forked) (void)dpgo_await_frees(1);
+}
+static void await_frees_at_exit(void) { (void)atexit(await_frees); }
+
 DP_PUBLIC deepep_status_t deepep_buffer_destroy(deepep_buffer_t buffer) {
+  static pthread_once_t once = PTHREAD_ONCE_INIT;
   TRY(enter());
-  return dpgo_buffer_destroy(ID(buffer));
+  const deepep_status_t status = dpgo_buffer_destroy(ID(buffer));
+  if (dpgo_await_frees(0) == 0) pthread_once(&once, await_frees_at_exit);
+  return status;
 }
 
 DP_PUBLIC deepep_status_t deepep_buffer_info_get(deepep_buffer_t buffer, deepep_buffer_info *info) {

@@ -4,6 +4,7 @@ import (
 	"context"
 	"runtime/debug"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/deepep-go/deepep/internal/device"
@@ -107,6 +108,14 @@ func bounded[T any](ctx context.Context, what string, f func() (T, error)) (T, e
 // alone.
 const symmetricFreeGrace = 400 * time.Millisecond
 
+// symmetricFreesLeft counts the releases that have begun and not ended, of all buffers of the process.
+var symmetricFreesLeft atomic.Int32
+
+// AwaitFrees waits up to limit for the memory that Destroys have left to be freed. False: some is not free yet.
+func AwaitFrees(limit time.Duration) bool {
+	return within(limit, func() bool { return symmetricFreesLeft.Load() == 0 })
+}
+
 // symmetricFreeTurn keeps what a process frees in the order of its Destroys, which is the same on all ranks.
 var symmetricFreeTurn sync.Mutex
 
@@ -119,7 +128,9 @@ func (b *Buffer) freeSymmetricHeap() error {
 			return nil
 		}
 	}
+	symmetricFreesLeft.Add(1)
 	done := inBackground("the release of the transport's memory", func() (struct{}, error) {
+		defer symmetricFreesLeft.Add(-1)
 		symmetricFreeTurn.Lock()
 		defer symmetricFreeTurn.Unlock()
 		err := b.block.Release()

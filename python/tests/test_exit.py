@@ -5,8 +5,11 @@ from __future__ import annotations
 import glob
 import json
 import os
+import shutil
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 
@@ -76,3 +79,37 @@ def check_output(mode, text):
         assert "Traceback" not in text, text  # the log may hold that the start was given up
     elif mode != "killed":
         assert text == "", text
+
+
+NEVER_FREES = """
+import ctypes, os, sys, time
+import torch.distributed as dist
+import deep_ep
+
+dist.init_process_group("gloo", f"file://{sys.argv[1]}/meet", rank=int(sys.argv[2]), world_size=2)
+fake = ctypes.CDLL(os.environ["DEEPEP_KERNELS"] + "/libdeepep_cpu.so")
+buffer = deep_ep.Buffer(dist.group.WORLD, 1 << 20, 1 << 20, num_nvl_peers=1, explicitly_destroy=True)
+fake.fake_heap(ctypes.byref(ctypes.c_int(6)))
+buffer.destroy()
+dist.destroy_process_group()
+print(time.time(), flush=True)
+"""
+
+
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc to build a kernel library whose memory is not freed")
+def test_the_end_waits_for_memory_that_is_being_freed(tmp_path):
+    """All ranks free a transport's memory together, which may take longer than destroy(); the end waits 2 s for it."""
+    root = Path(__file__).parents[2]
+    headers, source = f"-I{root / 'kernels' / 'abi'}", str(root / "internal" / "engine" / "testdata" / "fake.c")
+    library = str(tmp_path / "libdeepep_cpu.so")
+    subprocess.run(["gcc", "-shared", "-fPIC", "-DHEAP", headers, "-o", library, source], check=True)
+    env = {**os.environ, "DEEPEP_KERNELS": str(tmp_path)}
+    ranks = [
+        subprocess.Popen([sys.executable, "-c", NEVER_FREES, tmp_path, str(rank)], env=env, stdout=-1)
+        for rank in range(2)
+    ]
+    for rank in ranks:
+        assert rank.stdout is not None
+        said = rank.stdout.readline()
+        assert rank.wait(30) == 0
+        assert time.time() - float(said) > 1.8

@@ -1,7 +1,7 @@
-// combine.cuh - libdeepep_nvshmem.so: combine with a routing across nodes. Rows take the way of normal/combine.cuh, a
-// rank's own ones too: pushers copy them, or the sums of expanded rows, to the collector of their node, which sends one
-// sum for a token, or each rank's row by itself; the token's rank adds what came. Sums have the order of the token's
-// choices: biases, then ranks at their last choice; where nodes add their ranks' rows, nodes at theirs.
+// combine.cuh - libdeepep_nvshmem.so: combine with a routing across nodes. Rows take the way of normal/combine.cuh:
+// warps push them, or the sums of expanded rows, to the collector of their node, which sends one sum for a token, or
+// each rank's row by itself; the token's rank adds what came. Sums have the order of the token's choices: biases, then
+// ranks at their last choice; where nodes add their ranks' rows, nodes at theirs.
 #pragma once
 #include "internode/routed/combine_push.cuh"
 
