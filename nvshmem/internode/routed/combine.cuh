@@ -137,8 +137,7 @@ __device__ inline uint32_t sum_records(const RoutedCombineParams &p, uint64_t ep
 
 // Copies the record of the first rank of the node that has the token, and takes it. Returns the payload's bytes.
 __device__ inline uint32_t copy_record(const RoutedCombineParams &p, uint64_t epoch, int node, int channel, int token,
-                                       uint8_t *place, uint32_t *taken, const NamedRows &own, SumLists &lists,
-                                       RowFeed &feed) {
+                                       uint8_t *place, uint32_t *taken, const NamedRows &own) {
   for (int base = 0; base < p.internode.num_peers; base += kWarp) {
     const int index = base + lane_id();
     const uint32_t so_far = index < p.internode.num_peers ? taken[index] : 0;
@@ -148,7 +147,7 @@ __device__ inline uint32_t copy_record(const RoutedCombineParams &p, uint64_t ep
     const int lane = __ffs(static_cast<int>(having)) - 1;
     if (base + lane == p.internode.index && own_in_place(p.c)) {
       const int row = static_cast<int>(taken[p.internode.index]);
-      push_record<false>(p, own, row, place, lists, feed);
+      push_plain(p, own, row, place);
       find_own_row(p, own, channel, row + 1, taken);
       return p.c.row_bytes;
     }
@@ -190,7 +189,7 @@ __device__ inline Outcome serve_records(const RoutedCombineParams &p, uint64_t e
     if (token < 0 || token == kNoToken) break;
     uint8_t *place = there == nullptr ? team.self + p.rings.out(node, channel, sent)
                                       : there + p.rings.in(p.internode.node, channel, sent);
-    last_bytes = are_apart(p.c) ? copy_record(p, epoch, node, channel, token, place, taken, own, lists, feed)
+    last_bytes = are_apart(p.c) ? copy_record(p, epoch, node, channel, token, place, taken, own)
                                 : sum_records(p, epoch, node, channel, token, place, taken, own, lists, feed);
   }
   if (sent != before) {

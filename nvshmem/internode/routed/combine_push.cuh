@@ -117,29 +117,31 @@ __device__ inline void write_nan(uint8_t *to, uint32_t bytes) {
     ptx::st_stream(to + at, uint4{kNanPair, kNanPair, kNanPair, kNanPair});
 }
 
-template <bool kExpand>
-__device__ inline void push_record(const RoutedCombineParams &p, const NamedRows &rows, int row, uint8_t *to,
-                                   SumLists &lists, RowFeed &feed) {
+__device__ inline void write_header(const NamedRows &rows, int row, int count, uint8_t *to) {
+  if (lane_id() == 0) *reinterpret_cast<RecordHeader *>(to) = {rows.token(row), rows.last_choice(row), count, 0};
+}
+// A record of a row of the plain layout, and of one of the expanded layout.
+__device__ inline void push_plain(const RoutedCombineParams &p, const NamedRows &rows, int row, uint8_t *to) {
   const CombineParams &c = p.c;
   const int64_t x_row = static_cast<int64_t>(rows.first) + row;
-  int count = 1;
-  if constexpr (kExpand) {
-    const auto sum = [&](const Terms &terms, uint32_t which, uint8_t *place) {
-      if (terms.wrong) return write_nan(place, c.row_bytes);
-      TokenRows list{lists.rows, 0};
-      list.add((which >> lane_id() & 1) == 0 ? nullptr : c.x() + static_cast<int64_t>(terms.slot) * c.row_bytes);
-      start_feed(feed, list, c.row_bytes);
-      sum_rows(p, list, feed, place);
-      __syncwarp();  // all lanes have read the list
-    };
-    count = push_terms(c, static_cast<int>(x_row), to + p.header_bytes, weights_in(to), sum);
-  } else {
-    copy_payload(to + p.header_bytes, nullptr, c.x() + x_row * c.row_bytes, c.row_bytes);
-    if (lane_id() < c.num_topk)
-      weights_in(to)[lane_id()] =
-          c.topk_weights() == nullptr ? 0 : __float_as_uint(c.topk_weights()[x_row * c.num_topk + lane_id()]);
-  }
-  if (lane_id() == 0) *reinterpret_cast<RecordHeader *>(to) = {rows.token(row), rows.last_choice(row), count, 0};
+  copy_payload(to + p.header_bytes, nullptr, c.x() + x_row * c.row_bytes, c.row_bytes);
+  if (lane_id() < c.num_topk)
+    weights_in(to)[lane_id()] =
+        c.topk_weights() == nullptr ? 0 : __float_as_uint(c.topk_weights()[x_row * c.num_topk + lane_id()]);
+  write_header(rows, row, 1, to);
+}
+__device__ inline void push_expanded(const RoutedCombineParams &p, const NamedRows &rows, int row, uint8_t *to,
+                                     SumLists &lists, RowFeed &feed) {
+  const CombineParams &c = p.c;
+  const auto sum = [&](const Terms &terms, uint32_t which, uint8_t *place) {
+    if (terms.wrong) return write_nan(place, c.row_bytes);
+    TokenRows list{lists.rows, 0};
+    list.add((which >> lane_id() & 1) == 0 ? nullptr : c.x() + static_cast<int64_t>(terms.slot) * c.row_bytes);
+    start_feed(feed, list, c.row_bytes);
+    sum_rows(p, list, feed, place);
+    __syncwarp();  // all lanes have read the list
+  };
+  write_header(rows, row, push_terms(c, rows.first + row, to + p.header_bytes, weights_in(to), sum), to);
 }
 
 // False: what recv_src_metadata says of the row cannot be; the team fails.
@@ -178,8 +180,11 @@ __device__ inline Outcome serve_record_pusher(const RoutedCombineParams &p, uint
     last = row >= rows.count;
     if (last || pushed_rows - taken >= p.rings.local_slots) break;
     if (!is_named_well(p, rows, row)) return kBlocked;
-    push_record<kExpand>(p, rows, row, block + p.rings.local(p.internode.index, node, channel, pushed_rows), lists,
-                         feed);
+    uint8_t *place = block + p.rings.local(p.internode.index, node, channel, pushed_rows);
+    if constexpr (kExpand)
+      push_expanded(p, rows, row, place, lists, feed);
+    else
+      push_plain(p, rows, row, place);
     ++pushed_rows;
     ++row;
   }
