@@ -1,8 +1,7 @@
 // dispatch_row.cuh - libdeepep_nvshmem.so: dispatch's parameters, and what belongs to a row besides its payload: words
 // after it in a ring, at the sender from the caller's tensors, at the receiver to its outputs.
 #pragma once
-#include "internode/normal/common.cuh"
-#include "internode/normal/rings.h"
+#include "internode/normal/pieces.cuh"
 
 namespace deepep::internode {
 
