@@ -9,6 +9,7 @@
 #include <string.h>
 #include <sys/auxv.h>
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include "_cgo_export.h"
 
@@ -270,19 +271,22 @@ DP_PUBLIC deepep_status_t deepep_buffer_create(deepep_group_t group, const deepe
   return DEEPEP_OK;
 }
 
-/* All ranks free a transport's memory together, so a buffer may be gone before it is free. Functions that libraries
- * have registered for the end of the process would take them from under the thread that frees; this one runs before
- * those of the transport, since it is registered after it was loaded. */
-static void await_frees(void) {
-  if (!forked) (void)dpgo_await_frees(1);
+/* All ranks free a transport's memory together, so a buffer may be gone before it is free. What libraries have
+ * registered for the end of the process would take them from under the thread that frees; so this one, which is
+ * registered after they were loaded and runs before theirs, waits for the thread, and else ends the process at once. */
+static void end_after_frees(int status, void *unused) {
+  (void)unused;
+  if (forked || dpgo_await_frees(1) != 0) return;
+  fflush(NULL);
+  _exit(status);
 }
-static void await_frees_at_exit(void) { (void)atexit(await_frees); }
+static void watch_end(void) { (void)on_exit(end_after_frees, NULL); }
 
 DP_PUBLIC deepep_status_t deepep_buffer_destroy(deepep_buffer_t buffer) {
   static pthread_once_t once = PTHREAD_ONCE_INIT;
   TRY(enter());
   const deepep_status_t status = dpgo_buffer_destroy(ID(buffer));
-  if (dpgo_await_frees(0) == 0) pthread_once(&once, await_frees_at_exit);
+  if (dpgo_await_frees(0) == 0) pthread_once(&once, watch_end);
   return status;
 }
 

@@ -188,8 +188,9 @@ typedef struct deepep_buffer_options {
 deepep_status_t deepep_buffer_create(deepep_group_t group, const deepep_buffer_options *options,
                                      deepep_buffer_t *buffer);
 /* local, bounded (about 2 s at worst); once is enough. Memory that peers have mapped stays valid for them. All ranks
- * free a transport's memory together: the process's end waits up to 2 s for what is not free by then. NULL is fine.
- * Returns: TIMEOUT: work did not end, its memory is lost; SYSTEM, DEVICE. */
+ * free a transport's memory together: the process's end waits up to 2 s for what is not free by then, and else leaves
+ * out what was registered for it before. NULL is fine. Returns: TIMEOUT: work did not end, its memory is lost; SYSTEM,
+ * DEVICE. */
 deepep_status_t deepep_buffer_destroy(deepep_buffer_t buffer);
 
 typedef struct deepep_buffer_info {

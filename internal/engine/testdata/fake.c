@@ -289,6 +289,10 @@ int32_t fake_heap(int *mood) {
 static void stick(void) {
   while (!heap_released) usleep(1000);
 }
+/* A transport does not survive its own end while a thread frees its memory. */
+__attribute__((destructor)) static void end(void) {
+  if (heap_mood == HEAP_STUCK_FREE && !heap_released) abort();
+}
 
 static const char *settings(uint64_t text) {
   static char shown[256];
