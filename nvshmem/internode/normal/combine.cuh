@@ -140,7 +140,17 @@ __device__ inline Outcome serve_node_sum(const InternodeCombineParams &p, uint64
                                       : there + p.rings.in(p.internode.node, channel, sent);
     sum_for_node(p, epoch, node, channel, token, first, place, taken, own, list, feed);
   }
-  if (sent != before) end_piece(p.internode, team, p.rings, epoch, node, channel, before, sent, last_row);
+  if (sent != before) {
+    const InPhase phase(kPhasePut);
+    uint64_t *head =
+        word_at(team.self, p.internode.at.heads, p.internode.node * kMaxChannels + channel);  // in either block
+    if (there == nullptr)
+      put_remote(p.internode, partner, team.self + p.rings.in(p.internode.node, channel, before),
+                 team.self + p.rings.out(node, channel, before),
+                 static_cast<uint64_t>(sent - before - 1) * p.rings.stride + last_row, head, tagged(epoch, sent));
+    else
+      set_word(p.internode, team, partner, head, tagged(epoch, sent));
+  }
   __syncwarp();
   if (lane_id() == 0) {
     state->opened = 1;

@@ -3,8 +3,9 @@
 #pragma once
 #include "cuda/common/lanes.cuh"
 #include "cuda/impl/normal/matrix.cuh"
+#include "internode/normal/common.cuh"
 #include "internode/normal/feed.cuh"
-#include "internode/normal/pieces.cuh"
+#include "internode/normal/rings.h"
 #include "internode/normal/turns.cuh"
 
 namespace deepep::internode {

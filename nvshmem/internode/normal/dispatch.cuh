@@ -65,8 +65,11 @@ __device__ inline SentRows send_piece(const Params &p, uint64_t epoch, int node,
   const TeamView &team = p.d.session.team;
   const uint32_t slots = p.rings.slots,
                  end = from.count + min(min(p.rings.piece, slots - from.count % slots), slots - (from.count - credit));
+  const int partner = p.internode.partner(node);
   const uint32_t words = align_up(words_bytes(p), 16u);
-  uint8_t *block = p.internode.blocks[p.internode.partner(node)];  // null: a NIC serves it
+  uint8_t *block = p.internode.blocks[partner];  // null: a NIC serves it
+  const auto staged = [&](uint32_t row) { return team.self + p.rings.out(node, channel, row); };
+  const auto there = [&](uint8_t *in, uint32_t row) { return in + p.rings.in(p.internode.node, channel, row); };
   SentRows now = from;
   while (now.count < end && now.tokens.any(p, epoch, node)) {
     const int first = now.tokens.token, step = now.tokens.step(p);
@@ -74,16 +77,21 @@ __device__ inline SentRows send_piece(const Params &p, uint64_t epoch, int node,
     for (; found != 0 && now.count < end; found &= found - 1) {
       const int token = first + (__ffs(static_cast<int>(found)) - 1) * step;
       const InPhase phase(block == nullptr ? kPhaseStage : kPhasePut);
-      uint8_t *place = block == nullptr ? team.self + p.rings.out(node, channel, now.count)
-                                        : block + p.rings.in(p.internode.node, channel, now.count);
-      send_row(p, node, token, place, -1);
+      send_row(p, node, token, block == nullptr ? staged(now.count) : there(block, now.count), -1);
       now.tokens.token = token + step;
       ++now.count;
     }
     if (found == 0) now.tokens.skip(p, first);
   }
-  if (now.count != from.count)
-    end_piece(p.internode, team, p.rings, epoch, node, channel, from.count, now.count, p.d.row_bytes + words);
+  if (now.count == from.count) return now;
+  const InPhase phase(kPhasePut);
+  uint64_t *head = word_at(team.self, p.internode.at.heads, p.internode.node * kMaxChannels + channel);  // in any block
+  if (block == nullptr)
+    put_remote(p.internode, partner, there(team.self, from.count), staged(from.count),
+               static_cast<uint64_t>(now.count - from.count - 1) * p.rings.stride + p.d.row_bytes + words, head,
+               tagged(epoch, now.count));
+  else
+    set_word(p.internode, team, partner, head, tagged(epoch, now.count));
   return now;
 }
 

@@ -1,7 +1,8 @@
 // dispatch_row.cuh - libdeepep_nvshmem.so: dispatch's parameters, and what belongs to a row besides its payload: words
 // after it in a ring, at the sender from the caller's tensors, at the receiver to its outputs.
 #pragma once
-#include "internode/normal/pieces.cuh"
+#include "internode/normal/common.cuh"
+#include "internode/normal/rings.h"
 
 namespace deepep::internode {
 

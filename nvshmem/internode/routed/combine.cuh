@@ -192,8 +192,18 @@ __device__ inline Outcome serve_records(const RoutedCombineParams &p, uint64_t e
     last_bytes = are_apart(p.c) ? copy_record(p, epoch, node, channel, token, place, taken, own)
                                 : sum_records(p, epoch, node, channel, token, place, taken, own, lists, feed);
   }
-  if (sent != before)
-    end_piece(p.internode, team, p.rings, epoch, node, channel, before, sent, p.header_bytes + last_bytes);
+  if (sent != before) {
+    const InPhase phase(kPhasePut);
+    uint64_t *head =
+        word_at(team.self, p.internode.at.heads, p.internode.node * kMaxChannels + channel);  // in either block
+    if (there == nullptr)
+      put_remote(p.internode, partner, team.self + p.rings.in(p.internode.node, channel, before),
+                 team.self + p.rings.out(node, channel, before),
+                 static_cast<uint64_t>(sent - before - 1) * p.rings.stride + p.header_bytes + last_bytes, head,
+                 tagged(epoch, sent));
+    else
+      set_word(p.internode, team, partner, head, tagged(epoch, sent));
+  }
   __syncwarp();
   if (lane_id() == 0) {
     state->opened = 1;
