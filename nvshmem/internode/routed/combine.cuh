@@ -305,7 +305,7 @@ __device__ inline bool find_records(const RoutedCombineParams &p, uint64_t epoch
 // in at the last choice of them all.
 __device__ inline RowGroup order_records(const RoutedCombineParams &p, const TokenChoices &t, const uint8_t *row,
                                          const uint8_t *const (&bias)[2], TokenRows &list) {
-  const uint32_t below = (1u << lane_id()) - 1, all = __ballot_sync(kAllLanes, t.takes),
+  const uint32_t all = __ballot_sync(kAllLanes, t.takes),
                  here = are_apart(p.c) ? 0 : __ballot_sync(kAllLanes, t.takes && t.is_local);
   const bool groups = __popc(here) > 1, is_grouped = groups && t.is_local;
   if (groups) list.add(is_grouped ? row : nullptr);
@@ -314,7 +314,7 @@ __device__ inline RowGroup order_records(const RoutedCombineParams &p, const Tok
     if (bias[b] != nullptr) list.add(lane_id() == 0 ? bias[b] : nullptr);
   if ((p.c.flags & DK_COMBINE_UNREDUCED) != 0 && p.c.routing == DK_ROUTING_EXPANDED) {  // a row of each choice
     const uint8_t *first = from_lane(row, max(0, last_lane(t.of_rank)));
-    list.add(t.rank < 0 ? nullptr : first + static_cast<uint64_t>(__popc(t.of_rank & below)) * p.c.row_bytes);
+    list.add(t.rank < 0 ? nullptr : first + static_cast<uint64_t>(lanes_before(t.of_rank)) * p.c.row_bytes);
     return group;
   }
   if (groups) group.place = list.count + __popc(all & ~here & ((1u << last_lane(here)) - 1));
