@@ -190,17 +190,9 @@ func dpgo_buffer_destroy(id C.uintptr_t) C.int32_t {
 	return guard(func() error { return release[*core.Buffer](uintptr(id), "buffer") })
 }
 
-// freesAtExit is how long a process that ends waits for memory that Destroy has left to be freed: other ranks free
-// theirs at the same time, and one of them may be dead.
-const freesAtExit = 2 * time.Second
-
 //export dpgo_await_frees
-func dpgo_await_frees(atExit C.int32_t) C.int32_t {
-	limit := time.Duration(0)
-	if atExit != 0 {
-		limit = freesAtExit
-	}
-	return flag(engine.AwaitFrees(limit))
+func dpgo_await_frees(limitMS C.int64_t) C.int32_t {
+	return flag(engine.AwaitFrees(milliseconds(limitMS)))
 }
 
 //export dpgo_buffer_info_get

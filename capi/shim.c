@@ -273,10 +273,12 @@ DP_PUBLIC deepep_status_t deepep_buffer_create(deepep_group_t group, const deepe
 
 /* All ranks free a transport's memory together, so a buffer may be gone before it is free. What libraries have
  * registered for the end of the process would take them from under the thread that frees; so this one, which is
- * registered after they were loaded and runs before theirs, waits for the thread, and else ends the process at once. */
+ * registered after they were loaded and runs before theirs, waits for the thread, and else ends the process at once:
+ * other ranks free theirs at the same time, and one of them may be dead. */
+enum { FREES_AT_EXIT_MS = 2000 };
 static void end_after_frees(int status, void *unused) {
   (void)unused;
-  if (forked || dpgo_await_frees(1) != 0) return;
+  if (forked || dpgo_await_frees(FREES_AT_EXIT_MS) != 0) return;
   fflush(NULL);
   _exit(status);
 }
