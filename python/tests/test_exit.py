@@ -5,13 +5,13 @@ from __future__ import annotations
 import glob
 import json
 import os
-import shutil
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
+
+import fake_kernels
 
 PROGRAM = os.path.join(os.path.dirname(__file__), "exit_program.py")
 STATUS = {
@@ -97,19 +97,15 @@ sys.exit(3)
 """
 
 
-@pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc to build a kernel library whose memory is not freed")
+@fake_kernels.needs_gcc
 def test_the_end_waits_for_memory_that_is_being_freed(tmp_path):
     """All ranks free a transport's memory together, which may take longer than destroy().
 
     The end waits 2 s for it, and then has its exit status though the transport would not survive its own end.
     """
-    root = Path(__file__).parents[2]
-    headers, source = f"-I{root / 'kernels' / 'abi'}", str(root / "internal" / "engine" / "testdata" / "fake.c")
-    library = str(tmp_path / "libdeepep_cpu.so")
-    subprocess.run(["gcc", "-shared", "-fPIC", "-DHEAP", headers, "-o", library, source], check=True)
-    env = {**os.environ, "DEEPEP_KERNELS": str(tmp_path)}
+    env = fake_kernels.build(tmp_path, "-DHEAP")
     ranks = [
-        subprocess.Popen([sys.executable, "-c", NEVER_FREES, tmp_path, str(rank)], env=env, stdout=-1)
+        subprocess.Popen([sys.executable, "-c", NEVER_FREES, tmp_path, str(rank)], env=env, stdout=subprocess.PIPE)
         for rank in range(2)
     ]
     for rank in ranks:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import checks
+import fake_kernels
 
 
 def check_points(lines, stream):
@@ -28,20 +27,17 @@ def check_points(lines, stream):
 
 
 @checks.needs_face
-@pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc to build the kernel library that writes calls down")
+@fake_kernels.needs_gcc
 @pytest.mark.parametrize("records", ("torch", "Python"))
 @pytest.mark.parametrize("stream", (0, 0x1000), ids=("default stream", "another"))
 def test_asynchronous_calls_are_ordered_as_pythons(tmp_path, stream, records):
     """As on a GPU: the same calls, waits and records on the same streams, and every tensor's streams are known."""
-    root, tests = Path(__file__).parents[2], Path(__file__).parent
-    library, source = tmp_path / "libdeepep_cpu.so", root / "internal" / "engine" / "testdata" / "fake.c"
-    headers = f"-I{root / 'kernels' / 'abi'}"
-    subprocess.run(["gcc", "-shared", "-fPIC", "-O2", headers, "-o", str(library), str(source)], check=True)
+    tests, kernels = Path(__file__).parent, fake_kernels.build(tmp_path)
     lines = {}
     for compiled in "01":
         folder = tmp_path / compiled
         folder.mkdir()
-        env = {**os.environ, "DEEPEP_KERNELS": str(tmp_path), "DEEPEP_TORCH_FACE": compiled}
+        env = {**kernels, "DEEPEP_TORCH_FACE": compiled}
         program = [sys.executable, str(tests / "ordering_program.py"), str(folder), str(stream), records]
         done = subprocess.run(program, env=env, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
