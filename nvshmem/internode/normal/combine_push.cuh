@@ -116,7 +116,7 @@ __device__ inline void push_row(const InternodeCombineParams &p, int64_t row, ui
   const bool weighs = c.topk_weights() != nullptr;
   const int32_t token = lane_id() == 0 ? c.recv_src_idx()[row] : 0;
   const float weight = weighs && lane_id() < c.num_topk ? c.topk_weights()[row * c.num_topk + lane_id()] : 0;
-  copy_payload(to, nullptr, c.x() + row * c.row_bytes, c.row_bytes);
+  copy_payload(to, c.x() + row * c.row_bytes, c.row_bytes);
   uint32_t *words = row_words(p, to);
   if (lane_id() == 0) words[0] = static_cast<uint32_t>(token);
   if (lane_id() < c.num_topk) words[1 + lane_id()] = __float_as_uint(weight);
@@ -124,39 +124,57 @@ __device__ inline void push_row(const InternodeCombineParams &p, int64_t row, ui
     words[1 + k] = weighs ? __float_as_uint(c.topk_weights()[row * c.num_topk + k]) : 0;
 }
 
-// at: the rows that have been pushed, and below them the number of the next row to look at.
-__device__ inline Outcome serve_pusher(const InternodeCombineParams &p, uint64_t epoch, int stream, uint64_t &at,
-                                       BlockedStream &blocked) {
+// Rows for tokens of the rank of `node` that has the index; its collector here has it too.
+struct PushStream {
+  int index, node, channel;
+};
+// The next of a stream's rows, of `count`, into the collector's ring. next(row): the first of the stream from `row` on;
+// push(row, place): false, if it cannot be. at: the rows that have been pushed, and below them the number of the next
+// row to look at.
+template <class Next, class Push>
+__device__ inline Outcome push_stream(const InternodeCombineParams &p, uint64_t epoch, const PushStream &stream,
+                                      int count, uint64_t &at, BlockedStream &blocked, Next next, Push push) {
   const TeamView &team = p.c.session.team;
-  // Of all ranks but those of this one's index, whose rows it adds where they are.
-  const int others = p.internode.num_peers - 1, sources = others * p.internode.num_nodes, channel = stream / sources,
-            index = (p.internode.index + 1 + stream % others) % p.internode.num_peers,
-            node = (p.internode.node + 1 + stream % sources / others) % p.internode.num_nodes,
-            source = node * p.internode.num_peers + index, collector = p.internode.local_rank(index);
-  const OwnRows rows = own_rows(p, source);
+  const int me = p.internode.index, collector = p.internode.local_rank(stream.index);
   uint8_t *block = team.peers[collector];
-  uint64_t *pushed = word_at(block, p.internode.at.pushed, push_index(p.internode, p.internode.index, node, channel));
-  const uint32_t taken =
-      read_count(word_at(team.self, p.internode.at.taken, push_index(p.internode, index, node, channel)), epoch);
+  uint64_t *pushed = word_at(block, p.internode.at.pushed, push_index(p.internode, me, stream.node, stream.channel));
+  const uint32_t taken = read_count(
+      word_at(team.self, p.internode.at.taken, push_index(p.internode, stream.index, stream.node, stream.channel)),
+      epoch);
   const auto before = static_cast<uint32_t>(at >> 32);
-  uint32_t count = before;
+  uint32_t rows = before;
   int row = static_cast<int>(static_cast<uint32_t>(at));
   bool last = false;
   const InPhase phase(kPhaseCopy);
-  while (!last && count < before + kSumsAtOnce) {
-    row = next_row_of(p, rows, channel, row);
-    last = row >= rows.count;
-    if (last || count - taken >= p.rings.local_slots) break;
-    push_row(p, rows.first + row, block + p.rings.local(p.internode.index, node, channel, count));
-    ++count;
+  while (!last && rows < before + kSumsAtOnce) {
+    row = next(row);
+    last = row >= count;
+    if (last || rows - taken >= p.rings.local_slots) break;
+    if (!push(row, block + p.rings.local(me, stream.node, stream.channel, rows))) return kBlocked;
+    ++rows;
     ++row;
   }
-  if (last || count != before) write_count(pushed, epoch, count | (last ? kLastRow : 0));
-  at = static_cast<uint64_t>(count) << 32 | static_cast<uint32_t>(row);
+  if (last || rows != before) write_count(pushed, epoch, rows | (last ? kLastRow : 0));
+  at = static_cast<uint64_t>(rows) << 32 | static_cast<uint32_t>(row);
   if (last) return kDone;
-  if (count != before) return kMoved;
-  blocked = {collector, static_cast<int64_t>(count) - p.rings.local_slots + 1, taken};
+  if (rows != before) return kMoved;
+  blocked = {collector, static_cast<int64_t>(rows) - p.rings.local_slots + 1, taken};
   return kBlocked;
+}
+__device__ inline Outcome serve_pusher(const InternodeCombineParams &p, uint64_t epoch, int stream, uint64_t &at,
+                                       BlockedStream &blocked) {
+  // Of all ranks but those of this one's index, whose rows it adds where they are.
+  const int others = p.internode.num_peers - 1, sources = others * p.internode.num_nodes, channel = stream / sources,
+            index = (p.internode.index + 1 + stream % others) % p.internode.num_peers,
+            node = (p.internode.node + 1 + stream % sources / others) % p.internode.num_nodes;
+  const OwnRows rows = own_rows(p, node * p.internode.num_peers + index);
+  return push_stream(
+      p, epoch, {index, node, channel}, rows.count, at, blocked,
+      [&](int row) { return next_row_of(p, rows, channel, row); },
+      [&](int row, uint8_t *place) {
+        push_row(p, rows.first + row, place);
+        return true;
+      });
 }
 
 }  // namespace deepep::internode

@@ -155,7 +155,7 @@ __device__ inline uint32_t copy_record(const RoutedCombineParams &p, uint64_t ep
     const int rows = load_word(&header_of(record)->rows);
     const uint32_t bytes =
         static_cast<uint32_t>(max(0, min(rows, static_cast<int>(p.c.slot_bytes / p.c.row_bytes)))) * p.c.row_bytes;
-    copy_payload(place, nullptr, record, p.header_bytes + bytes);
+    copy_payload(place, record, p.header_bytes + bytes);
     __syncwarp();  // all lanes have read the record
     if (lane_id() == lane) post_taken(p, epoch, node, channel, index, ++taken[index]);
     __syncwarp();
@@ -312,7 +312,7 @@ __device__ inline RowGroup order_records(const RoutedCombineParams &p, const Tok
   RowGroup group{list.count, 0};
   for (int b = 0; b < 2; ++b)
     if (bias[b] != nullptr) list.add(lane_id() == 0 ? bias[b] : nullptr);
-  if ((p.c.flags & DK_COMBINE_UNREDUCED) != 0 && p.c.routing == DK_ROUTING_EXPANDED) {  // a row of each choice
+  if (sends_choices(p.c)) {
     const uint8_t *first = from_lane(row, max(0, last_lane(t.of_rank)));
     list.add(t.rank < 0 ? nullptr : first + static_cast<uint64_t>(lanes_before(t.of_rank)) * p.c.row_bytes);
     return group;
@@ -346,12 +346,11 @@ __device__ inline void release_records(const RoutedCombineParams &p, uint64_t ep
   __syncwarp();                                                          // all lanes have read the records
   const bool ends = t.takes && lane_id() == last_lane(t.of_node & all);  // one lane for all records of a node
   uint32_t rows = 0, before = 0;
-  if (t.takes && t.rank == team.rank && own_in_place(p.c)) {
-    // Nobody waits for its place.
-  } else if (t.takes && t.is_local) {
+  const bool in_place = t.rank == team.rank && own_in_place(p.c);  // and nobody waits for it
+  if (t.takes && t.is_local && !in_place) {
     const int index = p.internode.index_of(t.rank);
     post_taken(p, epoch, p.internode.node, channel, index, ++taken[index]);
-  } else if (ends) {
+  } else if (ends && !in_place) {
     uint32_t *counter = taken + part_of(p.internode, t);
     before = *counter;
     *counter = rows = before + static_cast<uint32_t>(__popc(t.of_node & all));

@@ -20,6 +20,10 @@ struct RecordHeader {
 __host__ __device__ inline bool are_apart(const dk_combine_params &p) {
   return (p.flags & (DK_COMBINE_UNREDUCED | DK_COMBINE_APART)) != 0;
 }
+// Then a record has a row of each choice at its rank.
+__host__ __device__ inline bool sends_choices(const dk_combine_params &p) {
+  return p.routing == DK_ROUTING_EXPANDED && (p.flags & DK_COMBINE_UNREDUCED) != 0;
+}
 __host__ __device__ inline uint32_t record_header_bytes(const dk_combine_params &p, int num_peers) {
   return align_up<uint32_t>(sizeof(RecordHeader) + 4u * p.num_topk * (are_apart(p) ? 1 : num_peers), 16);
 }
@@ -124,7 +128,7 @@ __device__ inline void write_header(const NamedRows &rows, int row, int count, u
 __device__ inline void push_plain(const RoutedCombineParams &p, const NamedRows &rows, int row, uint8_t *to) {
   const CombineParams &c = p.c;
   const int64_t x_row = static_cast<int64_t>(rows.first) + row;
-  copy_payload(to + p.header_bytes, nullptr, c.x() + x_row * c.row_bytes, c.row_bytes);
+  copy_payload(to + p.header_bytes, c.x() + x_row * c.row_bytes, c.row_bytes);
   if (lane_id() < c.num_topk)
     weights_in(to)[lane_id()] =
         c.topk_weights() == nullptr ? 0 : __float_as_uint(c.topk_weights()[x_row * c.num_topk + lane_id()]);
@@ -155,45 +159,25 @@ __device__ inline bool is_named_well(const RoutedCombineParams &p, const NamedRo
   return false;
 }
 
-// at: the rows that have been pushed, and below them the number of the next row to look at.
 template <bool kExpand>
 __device__ inline Outcome serve_record_pusher(const RoutedCombineParams &p, uint64_t epoch, int stream, uint64_t &at,
                                               SumLists &lists, RowFeed &feed, BlockedStream &blocked) {
-  const TeamView &team = p.c.session.team;
   const int num_peers = p.internode.num_peers, left_out = own_in_place(p.c), sources_in_node = num_peers - left_out,
             sources = sources_in_node * p.internode.num_nodes, channel = stream / sources,
             index = (p.internode.index + left_out + stream % sources_in_node) % num_peers,
-            node = (p.internode.node + 1 + stream % sources / sources_in_node) % p.internode.num_nodes,
-            collector = p.internode.local_rank(index);
+            node = (p.internode.node + 1 + stream % sources / sources_in_node) % p.internode.num_nodes;
   const NamedRows rows = named_rows(p, node * num_peers + index);
-  uint8_t *block = team.peers[collector];
-  uint64_t *pushed = word_at(block, p.internode.at.pushed, push_index(p.internode, p.internode.index, node, channel));
-  const uint32_t taken = read_count(
-                     word_at(team.self, p.internode.at.taken, push_index(p.internode, index, node, channel)), epoch),
-                 before = static_cast<uint32_t>(at >> 32);
-  uint32_t pushed_rows = before;
-  int row = static_cast<int>(static_cast<uint32_t>(at));
-  bool last = false;
-  const InPhase phase(kPhaseCopy);
-  while (!last && pushed_rows < before + kSumsAtOnce) {
-    row = next_row_of<4>(p, rows, channel, row);
-    last = row >= rows.count;
-    if (last || pushed_rows - taken >= p.rings.local_slots) break;
-    if (!is_named_well(p, rows, row)) return kBlocked;
-    uint8_t *place = block + p.rings.local(p.internode.index, node, channel, pushed_rows);
-    if constexpr (kExpand)
-      push_expanded(p, rows, row, place, lists, feed);
-    else
-      push_plain(p, rows, row, place);
-    ++pushed_rows;
-    ++row;
-  }
-  if (last || pushed_rows != before) write_count(pushed, epoch, pushed_rows | (last ? kLastRow : 0));
-  at = static_cast<uint64_t>(pushed_rows) << 32 | static_cast<uint32_t>(row);
-  if (last) return kDone;
-  if (pushed_rows != before) return kMoved;
-  blocked = {collector, static_cast<int64_t>(pushed_rows) - p.rings.local_slots + 1, taken};
-  return kBlocked;
+  return push_stream(
+      p, epoch, {index, node, channel}, rows.count, at, blocked,
+      [&](int row) { return next_row_of<4>(p, rows, channel, row); },
+      [&](int row, uint8_t *place) {
+        if (!is_named_well(p, rows, row)) return false;
+        if constexpr (kExpand)
+          push_expanded(p, rows, row, place, lists, feed);
+        else
+          push_plain(p, rows, row, place);
+        return true;
+      });
 }
 
 // All warps push: those of this role always, others while their own streams wait.

@@ -14,9 +14,6 @@ struct RoutedShrinkCombineParams : ShrinkCombineParams {};
 __host__ __device__ inline uint32_t header_bytes_of(const dk_combine_params &p) {
   return align_up<uint32_t>(4 + 4u * p.num_topk, 16);
 }
-__host__ __device__ inline bool sends_choices(const dk_combine_params &p) {
-  return p.routing == DK_ROUTING_EXPANDED && (p.flags & DK_COMBINE_UNREDUCED) != 0;
-}
 
 inline uint64_t record_bytes_of(const CombineParams &c) { return header_bytes_of(c) + c.slot_bytes; }
 
@@ -37,7 +34,7 @@ __device__ inline uint32_t write_record(const CombineParams &c, int64_t row, uin
         push_terms(c, static_cast<int>(row), to + header_bytes_of(c), words + 1,
                    [&](const Terms &terms, uint32_t which, uint8_t *place) { sender.send_sum(terms, which, place); });
   } else {
-    copy_payload(to + header_bytes_of(c), nullptr, c.x() + row * c.row_bytes, c.row_bytes);
+    copy_payload(to + header_bytes_of(c), c.x() + row * c.row_bytes, c.row_bytes);
     if (lane_id() < c.num_topk)
       words[1 + lane_id()] =
           c.topk_weights() == nullptr ? 0 : __float_as_uint(c.topk_weights()[row * c.num_topk + lane_id()]);
