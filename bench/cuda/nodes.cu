@@ -9,7 +9,7 @@ using deepep::internode::RoleTimes;
 
 namespace {
 
-const char *const kRoles[kNumRoles] = {"send", "relay", "read", "push", "sum for a node", "sum of a token"};
+const char *const kRoles[kNumRoles] = {"send", "read", "push", "sum for a node", "sum of a token"};
 const char *const kPhases[kNumPhases] = {"stage", "put", "copy", "sum", "signal"};
 
 // Of this rank's tokens: rows that cross, one for each other node that has one of the token's experts.

@@ -16,8 +16,7 @@
 namespace deepep::internode {
 
 // Streams of rows between two ranks; each keeps its order. A call has as many as its warps send one by one; see
-// channels_for(). kFixedChannels: of a call whose ranks have different numbers of blocks, and of a dispatch whose ranks
-// read rows, to each stream too seldom where there are more.
+// channels_for(). kFixedChannels: of a call whose ranks have different numbers of blocks.
 constexpr int kMaxChannels = 256, kFixedChannels = 140;
 
 // Offsets from the start of the block, for R ranks on N nodes of P ranks, with C = kMaxChannels. "Partner": the rank of
@@ -28,9 +27,8 @@ struct ControlOffsets {
   uint64_t outbox;   // [2][R] sources of messages to ranks of other nodes
   uint64_t heads;    // uint64[N][C]: rows that the partner has put into the ring of its node and channel; it writes
   uint64_t credits;  // uint64[N][C]: rows sent to the partner whose ring places it has released; it writes
-  uint64_t tails;    // uint64[N][C][P]: dispatch: rows of the ring that a rank of this node has read; that rank writes
-  uint64_t pushed;   // uint64[P][N][C]: combine: rows for a node that a rank of this node pushed here; it writes
-  uint64_t taken;    // uint64[P][N][C]: combine: rows pushed to a rank of this node that it has read; it writes
+  uint64_t pushed;   // uint64[P][N][C]: rows of, or for, a node that a rank of this node pushed here; it writes
+  uint64_t taken;    // uint64[P][N][C]: rows pushed to a rank of this node that it has read; it writes
   uint64_t blank;    // 64 bytes without meaning, source and target of signal_remote()'s put
   uint64_t end;
   uint32_t message_bytes;
@@ -50,7 +48,6 @@ __host__ __device__ inline ControlOffsets control_offsets(uint64_t start, uint64
   at.outbox = place(2 * num_ranks * at.message_bytes);
   at.heads = place(nodes * kMaxChannels * 8);
   at.credits = place(nodes * kMaxChannels * 8);
-  at.tails = place(num_ranks * kMaxChannels * 8);
   at.pushed = place(num_ranks * kMaxChannels * 8);
   at.taken = place(num_ranks * kMaxChannels * 8);
   at.blank = place(64);

@@ -107,15 +107,12 @@ int32_t internode_dispatch(dk_dispatch_params *p, const DispatchParams &d, int b
   const Team *team = handle_of<Team>(p->team);
   if (team->internode->shrink != nullptr) return launch_shrinking(p, d, blocks, team);
   InternodeDispatchParams params{d, team->internode->view, {}, {}, static_cast<NormalState *>(team->internode->state)};
-  const uint64_t bytes = d.row_bytes + words_bytes(params);
   params.lists = stream_lists(params.state, params.internode);
-  params.rings = row_rings(team->view, params.internode, bytes, kFixedChannels, false);
-  if (params.rings.slots == 0) return DK_EUNSUPPORTED;  // rdma region under min_rdma_bytes
-  const InternodeDispatchParams pushing = pushing_params(params, blocks);
+  const DispatchChoice<InternodeDispatchParams> choice = dispatch_choice(params, blocks);
+  if (choice.params[1].rings.slots == 0) return DK_EUNSUPPORTED;  // a region under its minimum
   const size_t places = team->view.num_ranks * sizeof(RowsThere);
   const OnDevice on(team->device);
-  deep_ep::internode::dispatch_with_notify<<<blocks, DispatchRoles::kThreads, places, stream_of(p->stream)>>>(params,
-                                                                                                              pushing);
+  deep_ep::internode::dispatch_with_notify<<<blocks, DispatchRoles::kThreads, places, stream_of(p->stream)>>>(choice);
   return launched(p);
 }
 

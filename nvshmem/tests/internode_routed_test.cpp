@@ -35,9 +35,8 @@ void run_dispatch(World &w, int me, bool cached) {
   d.row_bytes = 2 * w.c.hidden;
   d.meta = meta_shape(d);
   RoutedDispatchParams<kExpand> p{{d, w.ranks[me].internode, {}, {}, w.state(me)}};
-  p.rings = row_rings(w.ranks[me].team, p.internode, d.row_bytes + words_bytes(p), kFixedChannels, false);
   p.lists = stream_lists(p.state, p.internode);
-  deep_ep::internode::dispatch_routed<kExpand>(p);
+  deep_ep::internode::dispatch_routed<kExpand>(dispatch_choice(p, w.ranks[me].grid));
 }
 
 void dispatch(World &w, bool cached) {
@@ -249,7 +248,7 @@ void crowded() {
   c.hidden = 48;
   const uint64_t record = align_up<uint64_t>(sizeof(RecordHeader) + 4 * c.topk + 2 * c.hidden, 128);
   c.rdma = 2 * c.nodes * record * c.peers;
-  c.nvl = c.ranks() * record;
+  c.nvl = c.ranks() * 2 * record;  // for a row of dispatch with its words
   World w(c);
   emulate::start_network({17, false}, w.ranks, w.blocks());
   for (int round = 0; round < 2; ++round) {
@@ -270,6 +269,27 @@ void crowded() {
   }
   emulate::stop_network();
   printf("crowded: ok\n");
+}
+
+// More ranks of a node than a warp has lanes.
+void wide_nodes() {
+  Case c;
+  c.peers = 34;
+  c.hidden = 16;
+  c.topk = 3;
+  c.local_experts = 1;
+  c.expand = true;
+  c.rdma = 1 << 19;
+  c.nvl = 1 << 21;
+  c.max_tokens = 20;
+  World w(c);
+  emulate::start_network({29, false}, w.ranks, w.blocks());
+  make_inputs(w);
+  notify(w);
+  dispatch(w, false);
+  combine(w);
+  emulate::stop_network();
+  printf("wide nodes: ok\n");
 }
 
 int dump(char **words) {
@@ -296,6 +316,7 @@ int main(int argc, char **argv) {
   random_number.seed(23);
   crowded();
   changed_handles();
+  wide_nodes();
   for (int i = 0; i < cases; ++i) {
     random_number.seed(seed + static_cast<uint64_t>(i));
     World w(random_case());

@@ -166,8 +166,7 @@ void run_dispatch(World &w, int me, bool cached, bool placed) {
   d.row_bytes = 2 * c.hidden;
   InternodeDispatchParams p{d, r.internode, {}, {}, w.state(me)};
   p.lists = stream_lists(p.state, r.internode);
-  p.rings = row_rings(r.team, r.internode, d.row_bytes + words_bytes(p), kFixedChannels, false);
-  deep_ep::internode::dispatch_with_notify(p, pushing_params(p, r.grid));
+  deep_ep::internode::dispatch_with_notify(dispatch_choice(p, r.grid));
 }
 
 enum Places { kStaged, kPlaced, kPlacedBut };  // the last: but for one rank of the team
@@ -364,8 +363,8 @@ Case random_case() {
 // Ranks with one block and with two, which would have different numbers of channels, and room for both.
 void different_blocks() {
   World w(Case{2, 2, 64, 2, 2, 0, 8, 1 << 22, 1 << 23});
-  const int few = channels_for(w.ranks[0].internode, 1, kPuttingPushShape.senders),
-            many = channels_for(w.ranks[0].internode, 2, kPuttingPushShape.senders);
+  const int few = channels_for(w.ranks[0].internode, 1, kPuttingDispatch.senders),
+            many = channels_for(w.ranks[0].internode, 2, kPuttingDispatch.senders);
   check(few != many && few > 1 && many <= kMaxChannels, "channels of one block and of two", -1, 0, few, many);
   emulate::start_network({5, false}, w.ranks, blocks_of(w.ranks));
   for (const int alike : {0, 1, 2}) {
@@ -380,6 +379,22 @@ void different_blocks() {
   printf("different blocks: ok\n");
 }
 
+// More ranks of a node than a warp has lanes.
+void wide_nodes() {
+  Case c{2, 34, 16, 3, 1, 0, 8, 1 << 18, 1 << 20};
+  World w(c);
+  emulate::start_network({11, false}, w.ranks, blocks_of(w.ranks));
+  for (const Places places : {kStaged, kPlaced}) {
+    make_inputs(w);
+    notify(w);
+    for (Rank &r : w.ranks) r.grid = 1;
+    dispatch(w, false, places);
+    combine(w);
+  }
+  emulate::stop_network();
+  printf("wide nodes: ok\n");
+}
+
 int main(int argc, char **argv) {
   const uint64_t seed = argc > 1 ? strtoull(argv[1], nullptr, 10) : 1;
   const int cases = argc > 2 ? atoi(argv[2]) : 4;
@@ -387,6 +402,7 @@ int main(int argc, char **argv) {
   wrong_numbers();
   pieces();
   different_blocks();
+  wide_nodes();
   for (int i = 0; i < cases; ++i) {
     random_number.seed(seed + static_cast<uint64_t>(i));
     World w(random_case());

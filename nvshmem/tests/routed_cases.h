@@ -7,7 +7,7 @@
 #include <memory>
 
 #include "internode/routed/combine.cuh"
-#include "internode/routed/dispatch.cuh"
+#include "internode/routed/dispatch_kernel.cuh"
 #include "internode/routed/notify.cuh"
 #include "internode/shrink_layout.h"
 
@@ -34,6 +34,8 @@ struct Rank {
   std::unique_ptr<Scratch> scratch{new Scratch{}};
   dk_status status{};
   std::vector<uint8_t *> peers;
+  std::vector<uint64_t> segments;
+  bool placed = false;  // its peers may write into recv_x
   TeamView team{};
   NodeView internode{};
   ShrinkView shrink{};
@@ -72,6 +74,8 @@ struct World {
     lay_out(c, ranks, at, control_bytes);
     for (Rank &r : ranks) {
       r.team.flags = c.shrinks ? DK_TEAM_SHRINK : 0;
+      r.segments.assign(static_cast<size_t>(c.ranks()) * DK_MAX_SEGMENTS, 0);
+      r.team.segments = r.segments.data();
       r.state.assign((sizeof(NormalState) + StreamListSizes(c.nodes, c.peers).bytes) / 8 + 1, 0);
       r.shrink_state.assign(shrink_state_bytes(c.ranks()) / 8 + 1, 0);
       r.shrink = {shrink, reinterpret_cast<ShrinkState *>(r.shrink_state.data())};
@@ -311,6 +315,7 @@ void notify(World &w, Run run) {
 
 // ---- Dispatch -------------------------------------------------------------------------------------------------------
 
+constexpr int kSegment = 5, kOffset = 96;  // outputs, at their places in segments
 inline dk_dispatch_params dispatch_args(const World &w, int me, bool cached) {
   const Case &c = w.c;
   auto &r = const_cast<Rank &>(w.ranks[me]);
@@ -331,7 +336,8 @@ inline dk_dispatch_params dispatch_args(const World &w, int me, bool cached) {
   a.num_scales = c.num_scales;
   a.num_recv_tokens = r.capacity;
   a.num_worst_tokens = c.worst && !cached ? r.capacity : 0;
-  a.recv_segment = -1;
+  a.recv_segment = r.placed ? kSegment : -1;
+  a.recv_segment_offset = kOffset;
   a.recv_x = handle_to(r.recv_x.data());
   a.recv_scales = handle_to(r.recv_scales.data());
   a.recv_topk_idx = c.expand ? 0 : c.index_bytes == 8 ? handle_to(r.recv_idx.data()) : handle_to(r.recv_idx32.data());
@@ -442,6 +448,18 @@ inline void check_dispatch(const World &w, int me, bool cached = false, int gone
   if (c.padding) check_padding(w, me);
 }
 
+// Peers find recv_x in a segment, at none of the ranks, all or some.
+inline void place_outputs(World &w) {
+  const Case &c = w.c;
+  const int placed = pick(0, 2);
+  for (int me = 0; me < c.ranks(); ++me) {
+    Rank &r = w.ranks[me];
+    r.placed = !r.recv_x.empty() && (placed == 1 || (placed == 2 && toss()));
+    for (int i = me / c.peers * c.peers; i < (me / c.peers + 1) * c.peers; ++i)
+      w.ranks[i].segments[me * DK_MAX_SEGMENTS + kSegment] = handle_to(r.recv_x.data()) - kOffset;
+  }
+}
+
 // run(me): the kernel.
 template <class Run>
 void dispatch(World &w, bool cached, int threads, Run run, int gone = -1, bool sure = false) {
@@ -455,6 +473,7 @@ void dispatch(World &w, bool cached, int threads, Run run, int gone = -1, bool s
     r.recv_idx.assign(rows * c.topk, 0xee);
     r.recv_idx32.assign(rows * c.topk, 0xee);
   }
+  place_outputs(w);
   w.launch("dispatch", threads, run);
   for (int me = 0; me < c.ranks(); ++me)
     if (w.is_sound(me)) check_dispatch(w, me, cached, gone, sure);

@@ -54,9 +54,9 @@ __device__ __noinline__ inline void put_remote(const NodeView &internode, int ra
 #endif
 }
 
-// A row's payload to one place or two (`also` may be null), by a warp; `bytes` is a multiple of 16. Not unrolled
-// further: with so many warps in a block registers are few.
-__device__ inline void copy_payload(uint8_t *to, uint8_t *also, const uint8_t *from, uint32_t bytes) {
+// A row's payload, by a warp; `bytes` is a multiple of 16. Not unrolled further: with so many warps in a block
+// registers are few.
+__device__ inline void copy_payload(uint8_t *to, const uint8_t *from, uint32_t bytes) {
   constexpr int kAtOnce = 8;
   const int chunks = static_cast<int>(bytes / 16);
 #pragma unroll 1
@@ -66,11 +66,8 @@ __device__ inline void copy_payload(uint8_t *to, uint8_t *also, const uint8_t *f
     for (int u = 0; u < kAtOnce; ++u)
       if (first + u * kWarp < chunks) data[u] = ptx::ld_stream(from + 16ull * (first + u * kWarp));
 #pragma unroll
-    for (int u = 0; u < kAtOnce; ++u) {
-      if (first + u * kWarp >= chunks) continue;
-      ptx::st_stream(to + 16ull * (first + u * kWarp), data[u]);
-      if (also != nullptr) ptx::st_stream(also + 16ull * (first + u * kWarp), data[u]);
-    }
+    for (int u = 0; u < kAtOnce; ++u)
+      if (first + u * kWarp < chunks) ptx::st_stream(to + 16ull * (first + u * kWarp), data[u]);
   }
 }
 

@@ -7,14 +7,12 @@
 namespace deepep::internode {
 
 struct DispatchRoles {
-  static constexpr int kSenders = 7, kRelays = 3, kReaders = 14;
-  static constexpr int kWarps = kSenders + kRelays + kReaders, kThreads = kWarps * kWarp;
+  static constexpr int kWarps = 24, kThreads = kWarps * kWarp;
 };
-// Where rows are pushed (push_rows.cuh): how many of a block's warps send rows and push them; the others read.
-struct PushShape {
-  int senders, pushers;
-  int share = 0;  // tokens that a stream takes at a time; 0: a stream has its channel's
-  __host__ __device__ int readers() const { return DispatchRoles::kWarps - senders - pushers; }
+// How many of a block's warps send rows and push them; the others read.
+struct DispatchShape {
+  int senders, pushers, staging_pushers;  // the latter where payloads are staged in this node
+  int share = 1;                          // tokens that a stream takes at a time
 };
 
 struct InternodeDispatchParams {
@@ -23,8 +21,8 @@ struct InternodeDispatchParams {
   RowRings rings;
   StreamLists lists;
   NormalState *state;
-  WordRings words{};
-  PushShape shape{0, 0};
+  WordRings words{}, staged{};  // the latter with payloads
+  DispatchShape shape{};
 };
 
 // Words after a row's payload: the token; for each rank of the node the row's number among this sender's rows for it,
@@ -107,9 +105,8 @@ __device__ inline void store_words(const DispatchParams &d, const RowWords &at, 
   }
 }
 
-// Copies a token's row into a ring's place for the node, or to row `own` of this rank's outputs, or both (null and -1:
-// not there).
-__device__ inline void send_row(const InternodeDispatchParams &p, int node, int token, uint8_t *place, int64_t own) {
+// Copies a token's row into a ring's place for the node.
+__device__ inline void send_row(const InternodeDispatchParams &p, int node, int token, uint8_t *place) {
   const DispatchParams &d = p.d;
   const RowWords at(d, p.internode.num_peers);
   const int32_t *heads =
@@ -117,25 +114,21 @@ __device__ inline void send_row(const InternodeDispatchParams &p, int node, int 
   auto *words = reinterpret_cast<uint32_t *>(place + d.row_bytes);
   const auto head = static_cast<uint32_t>(lane_id() < p.internode.num_peers ? heads[lane_id()] : -1);
   RowExtras extras = load_extras(d, token, 0);
-  const uint8_t *from = d.x() + static_cast<uint64_t>(token) * d.row_bytes;
-  uint8_t *output = own < 0 ? nullptr : d.recv_x() + own * d.row_bytes;
-  copy_payload(place == nullptr ? output : place, place == nullptr ? nullptr : output, from, d.row_bytes);
-  if (lane_id() == 0 && place != nullptr) words[0] = static_cast<uint32_t>(token);
-  if (lane_id() == 0 && own >= 0 && d.recv_src_idx() != nullptr) d.recv_src_idx()[own] = token;
-  if (lane_id() < p.internode.num_peers && place != nullptr) words[at.numbers + lane_id()] = head;
+  copy_payload(place, d.x() + static_cast<uint64_t>(token) * d.row_bytes, d.row_bytes);
+  if (lane_id() == 0) words[0] = static_cast<uint32_t>(token);
+  if (lane_id() < p.internode.num_peers) words[at.numbers + lane_id()] = head;
 #pragma unroll 1
-  for (int i = kWarp + lane_id(); i < p.internode.num_peers && place != nullptr; i += kWarp)
+  for (int i = kWarp + lane_id(); i < p.internode.num_peers; i += kWarp)
     words[at.numbers + i] = static_cast<uint32_t>(heads[i]);
 #pragma unroll 1
   for (int first = 0; first == 0 || has_extras(d, first); first += kWarp) {
     if (first != 0) extras = load_extras(d, token, first);
     check_expert(d, extras);
-    if (place != nullptr) store_words(d, at, words, extras, first);
-    if (own >= 0) store_extras(d, own, extras, first);
+    store_words(d, at, words, extras, first);
   }
 }
 
-// What crosses after a row's payload. Parameters of another kind have a send_row(), a take_row() and this of their own.
+// What crosses after a row's payload. Parameters of another kind have this and a send_row() of their own.
 __host__ __device__ inline uint32_t words_bytes(const InternodeDispatchParams &p) {
   return 4u * RowWords(p.d, p.internode.num_peers).end;
 }
@@ -172,11 +165,6 @@ __device__ inline void take_words(const InternodeDispatchParams &p, const uint32
     if (first != 0) extras = load_arrived_extras(d, at, words, first);
     store_extras(d, row, extras, first);
   }
-}
-__device__ inline void take_row(const InternodeDispatchParams &p, const uint8_t *from, int64_t row) {
-  const DispatchParams &d = p.d;
-  take_words(p, reinterpret_cast<const uint32_t *>(from + d.row_bytes), row,
-             [&] { copy_payload(d.recv_x() + row * d.row_bytes, nullptr, from, d.row_bytes); });
 }
 
 }  // namespace deepep::internode

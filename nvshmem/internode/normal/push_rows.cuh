@@ -1,73 +1,113 @@
-// push_rows.cuh - libdeepep_nvshmem.so: dispatch where the outputs of a node's ranks lie in row segments. Pushers,
-// which have a row here, theirs or one that a partner has sent, store its payload at its places in the node, and what
-// belongs to it into rings at the other ranks, whose readers take that. So nobody reads over NVLink. Senders are those
-// of dispatch.cuh; a ring that a partner fills is read by this rank alone, whose pushers report what they have read.
+// push_rows.cuh - libdeepep_nvshmem.so: dispatch that pushes rows inside a node. Pushers, which have a row here, theirs
+// or one that a partner has sent, store its payload at its places in outputs that lie in row segments, and what belongs
+// to it into rings at the other ranks, whose readers take that; a payload for an output elsewhere lies in the ring too.
+// So nobody reads over NVLink. Senders are those of dispatch.cuh; a ring that a partner fills is read by this rank
+// alone, whose pushers report what they have read.
 #pragma once
 #include "internode/normal/dispatch.cuh"
 
 namespace deepep::internode {
 
 // Where puts are stores fewer warps send and more push.
-constexpr PushShape kPuttingPushShape{9, 11}, kStoringPushShape{6, 12};
-constexpr int kRowsPushed = 8;    // of a stream in one turn
-constexpr int kChunksAtOnce = 8;  // that a lane loads before it stores them
+constexpr DispatchShape kPuttingDispatch{9, 11, 8}, kStoringDispatch{6, 12, 8};
+constexpr int kRowsPushed = 8, kRowsRead = 8;  // of a stream in one turn
+constexpr int kChunksAtOnce = 8;               // that a lane loads before it stores them
 
-// A call's parameters where it pushes rows, of those where it does not.
-inline InternodeDispatchParams pushing_params(const InternodeDispatchParams &p, int blocks) {
+// Of a slot of a ring whose rows' payloads are staged there.
+template <class Params>
+__host__ __device__ inline uint32_t payload_at(const Params &p) {
+  return align_up(words_bytes(p), 16u);
+}
+
+// Two sets of rings: with as many channels as the call's warps send, and fixed ones, for nodes of any size.
+template <class Params>
+struct DispatchChoice {
+  Params params[2];
+};
+// Of parameters without rings. The latter rings have room for staged payloads; with slots 0 a region is too small.
+template <class Params>
+inline DispatchChoice<Params> dispatch_choice(Params p, int blocks) {
   const TeamView &team = p.d.session.team;
   const uint64_t bytes = p.d.row_bytes + words_bytes(p);
-  InternodeDispatchParams pushing = p;
-  pushing.shape = p.internode.puts_are_stores ? kStoringPushShape : kPuttingPushShape;
-  const int channels = channels_for(p.internode, blocks, pushing.shape.senders);
-  pushing.rings = row_rings(team, p.internode, bytes, channels, false);
-  // A warp that sends takes tokens some seven times.
-  pushing.shape.share = max(1, min(kWarp, p.d.num_tokens / static_cast<int>(7 * pushing.rings.channels)));
-  pushing.words = word_rings(team, p.internode, pushing.rings, words_bytes(p));
-  return pushing;
+  p.shape = p.internode.puts_are_stores ? kStoringDispatch : kPuttingDispatch;
+  DispatchChoice<Params> choice{{p, p}};
+  for (const bool fixed : {false, true}) {
+    Params &one = choice.params[fixed];
+    const int channels = fixed ? kFixedChannels : channels_for(p.internode, blocks, p.shape.senders);
+    one.rings = row_rings(team, p.internode, bytes, channels, fixed);
+    // A warp that sends takes tokens some seven times.
+    one.shape.share = max(1, min(kWarp, p.d.num_tokens / static_cast<int>(7 * one.rings.channels)));
+    one.words = word_rings(team, one.rings, payload_at(p));
+    one.staged = word_rings(team, one.rings, payload_at(p) + p.d.row_bytes);
+  }
+  return choice;
 }
 
 // Where a source's rows for a rank of this node go: the first of them, and how many there are.
 struct RowsThere {
-  uint8_t *first;
-  int32_t count;  // 0: none
+  uint8_t *first;  // null: into the ring there
+  int32_t count;   // 0: none
 };
 
-// Whole block, after the handshake: whether rows are pushed, as all ranks see alike: their rings are as many, and every
-// rank's outputs lie in a row segment, or it gets no rows. Then it fills a table for this rank's rows, as its node's,
-// and its partners', by node and reader.
-__device__ inline bool find_places(const InternodeDispatchParams &p, uint64_t epoch, RowsThere *there) {
+// Whether peers can store a rank's rows at their places in its outputs, from what its handshake says.
+template <class Params>
+__device__ inline bool has_places(const Params &, int segment) {
+  return segment >= 0;
+}
+
+// Whole block, after the handshake: whether all ranks have the same rings, with room for the payloads of ranks that
+// have no places for them, and a lane can look after each rank of a node. All ranks see alike.
+template <class Params>
+__device__ inline bool agree_on_rings(const Params &p, uint64_t epoch) {
+  const Session &s = p.d.session;
+  bool good = p.internode.num_peers <= kWarp && p.words.slots != 0 &&
+              agree_on_channels(s, p.internode, epoch, p.rings.channels);
+  if (p.internode.num_peers > 1 && p.staged.slots == 0)
+    for (int r = threadIdx.x; good && r < s.team.num_ranks; r += blockDim.x)
+      good = has_places(p, message_from(s, p.internode, epoch, r)->handshake.segment);
+  return __syncthreads_and(good) != 0;
+}
+
+// Whole block: fills a table for this rank's rows, as its node's, and its partners', by node and reader. Returns
+// whether payloads are staged in this node.
+template <class Params>
+__device__ inline bool find_places(const Params &p, uint64_t epoch, RowsThere *there) {
   const Session &s = p.d.session;
   const TeamView &team = s.team;
   const int num_ranks = team.num_ranks, num_peers = p.internode.num_peers;
-  bool pushes = p.words.slots != 0 && agree_on_channels(s, p.internode, epoch, p.rings.channels);
-  for (int r = threadIdx.x; pushes && num_peers > 1 && r < num_ranks; r += blockDim.x)
-    pushes = message_from(s, p.internode, epoch, r)->handshake.segment >= 0 ||
-             p.d.rank_prefix_matrix()[(num_ranks - 1) * num_ranks + r] == 0;
-  if (__syncthreads_and(pushes) == 0) return false;
+  bool stages = num_peers > 1 && !has_places(p, p.d.recv_segment) &&
+                p.d.rank_prefix_matrix()[(num_ranks - 1) * num_ranks + team.rank] > 0;
   for (int i = threadIdx.x; i < num_ranks; i += blockDim.x) {
     const int source = p.internode.partner(i / num_peers), reader = p.internode.local_rank(i % num_peers),
               before = rows_before(p.d.rank_prefix_matrix(), num_ranks, source, reader);
     there[i] = {p.d.recv_x(), rows_between(p.d, source, reader)};
-    if (reader != team.rank && there[i].count > 0) {
+    if (reader != team.rank) {
       const HandshakeMessage &message = message_from(s, p.internode, epoch, reader)->handshake;
-      const bool placed = message.segment >= 0 && message.segment < DK_MAX_SEGMENTS;
-      const uint64_t segment = placed ? team.segments[reader * DK_MAX_SEGMENTS + message.segment] : 0;
+      if (!has_places(p, message.segment)) {
+        there[i].first = nullptr;
+        stages |= there[i].count > 0;
+        continue;
+      }
+      const uint64_t segment =
+          message.segment < DK_MAX_SEGMENTS ? team.segments[reader * DK_MAX_SEGMENTS + message.segment] : 0;
       there[i].first = pointer<uint8_t>(segment + (message.segment_offset & ((1ull << kChannelsAt) - 1)));
-      if (segment == 0) {
+      if (segment == 0 && there[i].count > 0) {
         report_failure(s, DK_EINTERNAL, reader, DK_FIELD_NONE, message.segment, 0, 0);
         there[i].count = 0;
       }
     }
     there[i].first += static_cast<int64_t>(before) * p.d.row_bytes;
   }
-  __syncthreads();
-  return true;
+  return __syncthreads_or(stages) != 0;
 }
 
 // A payload to the lanes' places, null: none. Whole warp; `bytes` is a multiple of 16.
-__device__ inline void copy_to_places(uint8_t *place, const uint8_t *from, uint32_t bytes) {
+template <int kLists>
+__device__ inline void copy_to_places(uint8_t *const (&places)[kLists], const uint8_t *from, uint32_t bytes) {
   const int chunks = static_cast<int>(bytes / 16);
-  const uint32_t lanes = __ballot_sync(kAllLanes, place != nullptr);
+  uint32_t lanes[kLists];
+#pragma unroll
+  for (int list = 0; list < kLists; ++list) lanes[list] = __ballot_sync(kAllLanes, places[list] != nullptr);
 #pragma unroll 1
   for (int first = 0; first < chunks; first += kWarp * kChunksAtOnce) {
     const int mine = first + lane_id();
@@ -75,63 +115,102 @@ __device__ inline void copy_to_places(uint8_t *place, const uint8_t *from, uint3
 #pragma unroll
     for (int u = 0; u < kChunksAtOnce; ++u)
       if (mine + u * kWarp < chunks) data[u] = ptx::ld_stream(from + 16ull * (mine + u * kWarp));
-#pragma unroll 1
-    for (uint32_t left = lanes; left != 0; left &= left - 1) {
-      auto *to = reinterpret_cast<uint8_t *>(
-          __shfl_sync(kAllLanes, reinterpret_cast<uint64_t>(place), __ffs(static_cast<int>(left)) - 1));
 #pragma unroll
-      for (int u = 0; u < kChunksAtOnce; ++u)
-        if (mine + u * kWarp < chunks) ptx::st_stream(to + 16ull * (mine + u * kWarp), data[u]);
+    for (int list = 0; list < kLists; ++list) {
+#pragma unroll 1
+      for (uint32_t left = lanes[list]; left != 0; left &= left - 1) {
+        auto *to = reinterpret_cast<uint8_t *>(
+            __shfl_sync(kAllLanes, reinterpret_cast<uint64_t>(places[list]), __ffs(static_cast<int>(left)) - 1));
+#pragma unroll
+        for (int u = 0; u < kChunksAtOnce; ++u)
+          if (mine + u * kWarp < chunks) ptx::st_stream(to + 16ull * (mine + u * kWarp), data[u]);
+      }
     }
   }
 }
 
 // ---- Pushers: a stream is a channel's rows of this rank, or of a partner, for this node -----------------------------
 
-// A pusher's turn: what lane i knows of rank i of the node.
+// A pusher's turn for 32 ranks of the node, or fewer: what lane i knows of rank base + i.
 struct PushTurn {
   int node, channel;  // of the source
+  int base, self;     // self: the lane of this rank; of another turn's, if it is none of these
   RowsThere there;
-  uint8_t *block;
-  uint32_t pushed, before;  // rows whose words are in the ring there, now and when the turn began
+  uint8_t *ring;            // of this rank's rows there; null: there is no such rank
+  uint32_t pushed, before;  // rows in it, now and when the turn began
   int64_t before_own;       // this rank's rows of sources before this one
+
+  __device__ const WordRings &rings(const InternodeDispatchParams &p) const {
+    return there.first != nullptr ? p.words : p.staged;
+  }
+  // The next row's in the ring there.
+  __device__ uint8_t *next_slot(const InternodeDispatchParams &p) {
+    return ring + static_cast<uint64_t>(pushed++ % rings(p).slots) * rings(p).stride;
+  }
+  // Of the payload of a row with that slot (null: this rank's); null: its number is out of range.
+  template <class Params>
+  __device__ uint8_t *place(const Params &p, int number, uint8_t *slot) const {
+    if (there.first == nullptr) return slot + payload_at(p);
+    return number < there.count ? there.first + static_cast<int64_t>(number) * p.d.row_bytes : nullptr;
+  }
 };
 __device__ inline uint32_t *words_pushed(const InternodeDispatchParams &p, int node, int channel) {
   return p.lists.words_pushed + (static_cast<int64_t>(node) * kMaxChannels + channel) * p.internode.num_peers;
 }
-__device__ inline PushTurn begin_turn(const InternodeDispatchParams &p, const RowsThere *there, int node, int channel) {
+__device__ inline PushTurn begin_turn(const InternodeDispatchParams &p, const RowsThere *there, int node, int channel,
+                                      int base) {
   const TeamView &team = p.d.session.team;
-  PushTurn turn{node, channel, {nullptr, 0}, nullptr, 0, 0, 0};
+  PushTurn turn{node, channel, base, p.internode.index - base, {nullptr, 0}, nullptr, 0, 0, 0};
   turn.before_own = rows_before(p.d.rank_prefix_matrix(), team.num_ranks, p.internode.partner(node), team.rank);
-  const int i = lane_id();
+  const int i = base + lane_id();
   if (i >= p.internode.num_peers) return turn;
   turn.there = there[node * p.internode.num_peers + i];
-  turn.block = team.peers[p.internode.local_rank(i)];
+  turn.ring = team.peers[p.internode.local_rank(i)] + turn.rings(p).at(p.internode.index, node, channel, 0);
   turn.pushed = turn.before = words_pushed(p, node, channel)[i];
   return turn;
 }
 
-// How many more rows all rings have room for; of the least, the rank and what it has read.
+// How many more rows the rings of a turn have room for; of the least, the rank and what it has read.
 struct RingRoom {
   uint32_t rows, read;
   int index;
 };
 __device__ inline RingRoom room_of(const InternodeDispatchParams &p, uint64_t epoch, const PushTurn &turn) {
-  const int i = lane_id();
   uint32_t read = 0, room = kAllRows;
-  if (i < p.internode.num_peers && i != p.internode.index) {
-    read = count_in(ptx::ld_acquire_sys(word_at(p.d.session.team.self, p.internode.at.taken,
-                                                push_index(p.internode, i, turn.node, turn.channel))),
-                    epoch);
-    room = p.words.slots - (turn.pushed - read);
+  if (turn.ring != nullptr && lane_id() != turn.self) {
+    read =
+        count_in(ptx::ld_acquire_sys(word_at(p.d.session.team.self, p.internode.at.taken,
+                                             push_index(p.internode, turn.base + lane_id(), turn.node, turn.channel))),
+                 epoch);
+    room = turn.rings(p).slots - (turn.pushed - read);
   }
   __syncwarp();
   const uint32_t least = __reduce_min_sync(kAllLanes, room);
   const int lane = __ffs(static_cast<int>(__ballot_sync(kAllLanes, room == least))) - 1;
-  return {least, __shfl_sync(kAllLanes, read, lane), lane};
+  return {least, __shfl_sync(kAllLanes, read, lane), turn.base + lane};
 }
 
-// What belongs to a row besides its payload. Lane i: its number at rank i of the node, or -1, and the first extras.
+// A row's number at each rank of the turn, or -1: of one of this rank's tokens; of a row that a partner has sent.
+__device__ inline int own_number(const InternodeDispatchParams &p, const PushTurn &turn, int token) {
+  const int32_t *heads = p.d.send_head() + static_cast<int64_t>(token) * p.d.session.team.num_ranks;
+  return turn.ring == nullptr ? -1 : heads[p.internode.local_rank(turn.base + lane_id())];
+}
+__device__ inline int arrived_number(const PushTurn &turn, const uint32_t *words) {
+  return turn.ring == nullptr ? -1 : static_cast<int>(ptx::ld_relaxed_sys(words + 1 + turn.base + lane_id()));
+}
+// Of a row's numbers that at this rank; -1: none, or the turn is of others. False: it is out of range.
+__device__ inline bool find_own(const InternodeDispatchParams &p, const PushTurn &turn, int number, int &own) {
+  own = __shfl_sync(kAllLanes, number, turn.self & (kWarp - 1));
+  const int expected = __shfl_sync(kAllLanes, turn.there.count, turn.self & (kWarp - 1));
+  if (turn.self < 0 || turn.self >= kWarp) own = -1;
+  if (own < expected) return true;
+  if (lane_id() == 0)
+    report_failure(p.d.session, DK_EINVAL, p.internode.partner(turn.node), DK_FIELD_SEND_HEAD, expected - 1, own, 0);
+  __syncwarp();
+  return false;
+}
+
+// What belongs to a row besides its payload. Lane i: its number at the turn's rank i, or -1, and the first extras.
 struct RowMeta {
   int token, number;
   RowExtras extras;
@@ -143,9 +222,8 @@ struct OwnMeta {
   __device__ RowExtras extras(const InternodeDispatchParams &p, int first) const {
     return load_extras(p.d, token, first);
   }
-  __device__ RowMeta load(const InternodeDispatchParams &p) const {
-    const int32_t *heads = p.d.send_head() + static_cast<int64_t>(token) * p.d.session.team.num_ranks;
-    return {token, lane_id() < p.internode.num_peers ? heads[p.internode.local_rank(lane_id())] : -1, extras(p, 0)};
+  __device__ RowMeta load(const InternodeDispatchParams &p, const PushTurn &turn) const {
+    return {token, own_number(p, turn, token), extras(p, 0)};
   }
 };
 // Of a row that a partner has sent: its words.
@@ -155,35 +233,25 @@ struct ArrivedMeta {
   __device__ RowExtras extras(const InternodeDispatchParams &p, int first) const {
     return load_arrived_extras(p.d, RowWords(p.d, p.internode.num_peers), words, first);
   }
-  __device__ RowMeta load(const InternodeDispatchParams &p) const {
-    return {static_cast<int>(ptx::ld_relaxed_sys(words)),
-            lane_id() < p.internode.num_peers ? static_cast<int>(ptx::ld_relaxed_sys(words + 1 + lane_id())) : -1,
-            extras(p, 0)};
+  __device__ RowMeta load(const InternodeDispatchParams &p, const PushTurn &turn) const {
+    return {static_cast<int>(ptx::ld_relaxed_sys(words)), arrived_number(turn, words), extras(p, 0)};
   }
 };
 
-// A row to the ranks that it is for. How many these are; -1: its number at this rank is out of range. Another rank's is
-// looked at there.
+// A row to those of the turn's ranks that it is for. How many these are; -1: its number at this rank is out of range.
+// Another rank's is looked at there.
 template <class Meta>
 __device__ inline int push_row(const InternodeDispatchParams &p, PushTurn &turn, const uint8_t *payload,
                                const Meta &from) {
   const DispatchParams &d = p.d;
   const RowWords at(d, p.internode.num_peers);
   const int i = lane_id();
-  RowMeta meta = from.load(p);
-  const int own = __shfl_sync(kAllLanes, meta.number, p.internode.index),
-            expected = __shfl_sync(kAllLanes, turn.there.count, p.internode.index);
-  if (own >= expected) {
-    if (i == 0)
-      report_failure(d.session, DK_EINVAL, p.internode.partner(turn.node), DK_FIELD_SEND_HEAD, expected - 1, own, 0);
-    __syncwarp();
-    return -1;
-  }
+  RowMeta meta = from.load(p, turn);
+  int own;
+  if (!find_own(p, turn, meta.number, own)) return -1;
   uint8_t *ring = nullptr, *place = nullptr;
-  if (meta.number >= 0 && i != p.internode.index)
-    ring = turn.block + p.words.at(p.internode.index, turn.node, turn.channel, turn.pushed++);
-  if (meta.number >= 0 && meta.number < turn.there.count)
-    place = turn.there.first + static_cast<int64_t>(meta.number) * d.row_bytes;
+  if (meta.number >= 0 && i != turn.self) ring = turn.next_slot(p);
+  if (meta.number >= 0) place = turn.place(p, meta.number, ring);
   const uint32_t rings = __ballot_sync(kAllLanes, ring != nullptr);
   const int64_t row = own + turn.before_own;
   if (i == 0 && own >= 0 && d.recv_src_idx() != nullptr) d.recv_src_idx()[row] = meta.token;
@@ -196,23 +264,37 @@ __device__ inline int push_row(const InternodeDispatchParams &p, PushTurn &turn,
       auto *words = reinterpret_cast<uint32_t *>(
           __shfl_sync(kAllLanes, reinterpret_cast<uint64_t>(ring), __ffs(static_cast<int>(left)) - 1));
       if (first == 0 && i == 0) words[0] = static_cast<uint32_t>(meta.token);
-      if (first == 0 && i < p.internode.num_peers) words[at.numbers + i] = static_cast<uint32_t>(meta.number);
+      if (first == 0 && turn.ring != nullptr) words[at.numbers + turn.base + i] = static_cast<uint32_t>(meta.number);
       store_words(d, at, words, meta.extras, first);
     }
     if (own >= 0) store_extras(d, row, meta.extras, first);
   }
-  copy_to_places(place, payload, d.row_bytes);
+  copy_to_places({place}, payload, d.row_bytes);
   return __popc(__ballot_sync(kAllLanes, meta.number >= 0));
+}
+
+__device__ inline int push_own(const InternodeDispatchParams &p, PushTurn &turn, int token) {
+  return push_row(p, turn, p.d.x() + static_cast<uint64_t>(token) * p.d.row_bytes, OwnMeta{token});
+}
+__device__ inline int push_arrived(const InternodeDispatchParams &p, PushTurn &turn, const uint8_t *row) {
+  return push_row(p, turn, row, ArrivedMeta{reinterpret_cast<const uint32_t *>(row + p.d.row_bytes)});
+}
+// A row of a ring here, with its payload if it is staged there.
+__device__ inline void take_pushed(const InternodeDispatchParams &p, const uint8_t *slot, bool staged, int64_t row) {
+  take_words(p, reinterpret_cast<const uint32_t *>(slot), row, [&] {
+    if (staged) copy_payload(p.d.recv_x() + row * p.d.row_bytes, slot + payload_at(p), p.d.row_bytes);
+  });
 }
 
 // Rings' counts, released after the rows' payloads.
 __device__ inline void end_turn(const InternodeDispatchParams &p, uint64_t epoch, const PushTurn &turn) {
   __syncwarp();
+  const int i = turn.base + lane_id();
   if (turn.pushed != turn.before) {
-    ptx::st_release_sys(
-        word_at(turn.block, p.internode.at.pushed, push_index(p.internode, p.internode.index, turn.node, turn.channel)),
-        tagged(epoch, turn.pushed));
-    words_pushed(p, turn.node, turn.channel)[lane_id()] = turn.pushed;
+    ptx::st_release_sys(word_at(p.d.session.team.peers[p.internode.local_rank(i)], p.internode.at.pushed,
+                                push_index(p.internode, p.internode.index, turn.node, turn.channel)),
+                        tagged(epoch, turn.pushed));
+    words_pushed(p, turn.node, turn.channel)[i] = turn.pushed;
   }
   __syncwarp();
 }
@@ -240,30 +322,41 @@ struct NextToken {
     while (found == 0 && tokens.any(p, epoch, p.internode.node)) {
       first = tokens.token;
       found = tokens.that_go_to(p, p.internode.node);
-      if (found == 0) tokens.skip(p, first);
+      if (found == 0) tokens.skip(first);
     }
     if (found == 0) return false;
-    token = first + (__ffs(static_cast<int>(found)) - 1) * tokens.step(p);
-    tokens.token = token + tokens.step(p);
+    token = first + __ffs(static_cast<int>(found)) - 1;
+    tokens.token = token + 1;
     found &= found - 1;
     return true;
   }
 };
 
+// Of a source that this rank pushes on: rows for ranks of the node after the first 32.
+__device__ inline uint32_t rows_of_later_groups(const InternodeDispatchParams &p, const RowsThere *there, int node) {
+  int rows = 0;
+  for (int i = kWarp + lane_id(); i < p.internode.num_peers; i += kWarp)
+    rows += there[node * p.internode.num_peers + i].count;
+  return static_cast<uint32_t>(__reduce_add_sync(kAllLanes, rows));
+}
+
+// kWide: nodes may have more ranks than a warp has lanes; the first 32 are served first.
 // A partner's rows are those in its ring; RowStream::at is how many of them it knows to be read. This rank's are its
 // tokens'.
-__device__ inline Outcome serve_pusher(const InternodeDispatchParams &p, uint64_t epoch, const RowsThere *there,
-                                       int stream, BlockedStream &blocked) {
+template <bool kWide, class Params>
+__device__ inline Outcome serve_pusher(const Params &p, uint64_t epoch, const RowsThere *there, int stream,
+                                       BlockedStream &blocked) {
   const TeamView &team = p.d.session.team;
   const int channels = static_cast<int>(p.rings.channels), channel = stream % channels, node = node_pushed(p, stream),
             source = p.internode.partner(node);
   const bool own = source == team.rank;
   RowStream *state = p.lists.from_nodes + stream;
   if (state->closed != 0) return kDone;
-  PushTurn turn = begin_turn(p, there, node, channel);
-  const auto expected = static_cast<uint32_t>(__reduce_add_sync(kAllLanes, turn.there.count));
+  PushTurn turn = begin_turn(p, there, node, channel, 0);
+  uint32_t expected = static_cast<uint32_t>(__reduce_add_sync(kAllLanes, turn.there.count)), so_far = 0,
+           most = kRowsPushed;
+  if constexpr (kWide) expected += rows_of_later_groups(p, there, node);
   const uint32_t read = state->count;
-  uint32_t so_far = 0, most = kRowsPushed;
   if (!own) {
     if (lane_id() == 0) so_far = ptx::ld_relaxed_gpu(&p.state->rows_taken[epoch % 2][source]);
     so_far = __shfl_sync(kAllLanes, so_far, 0);
@@ -274,14 +367,21 @@ __device__ inline Outcome serve_pusher(const InternodeDispatchParams &p, uint64_
     if (so_far < expected && here <= read) return kBlocked;
     most = min(most, here - read);
   }
-  const RingRoom room = room_of(p, epoch, turn);
+  RingRoom room = room_of(p, epoch, turn);
+  if constexpr (kWide)
+    for (int base = kWarp; base < p.internode.num_peers; base += kWarp) {
+      const RingRoom other = room_of(p, epoch, begin_turn(p, there, node, channel, base));
+      if (other.rows < room.rows) room = other;
+    }
   if (room.rows == 0 && (own || most != 0)) {
     blocked = {p.internode.local_rank(room.index), static_cast<int64_t>(room.read) + 1, room.read};
     return kBlocked;
   }
   most = min(most, room.rows);
+  const auto arrived = [&](uint32_t i) { return team.self + p.rings.in(node, channel, read + i); };
   NextToken next{{state->at, static_cast<int>(state->opened)}, 0, 0, 0};
   uint32_t rows = 0, placed = 0;
+  int token = 0;  // lane i: of this turn's row i
   bool last = false;
   for (; rows < most; ++rows) {
     const InPhase phase(kPhaseCopy);
@@ -289,15 +389,26 @@ __device__ inline Outcome serve_pusher(const InternodeDispatchParams &p, uint64_
     if (own) {
       last = !next.find(p, epoch);
       if (last) break;
-      ranks = push_row(p, turn, p.d.x() + static_cast<uint64_t>(next.token) * p.d.row_bytes, OwnMeta{next.token});
+      if (kWide && lane_id() == static_cast<int>(rows)) token = next.token;
+      ranks = push_own(p, turn, next.token);
     } else {
-      const uint8_t *row = team.self + p.rings.in(node, channel, read + rows);
-      ranks = push_row(p, turn, row, ArrivedMeta{reinterpret_cast<const uint32_t *>(row + p.d.row_bytes)});
+      ranks = push_arrived(p, turn, arrived(rows));
     }
     if (ranks < 0) return kBlocked;
     placed += static_cast<uint32_t>(ranks);
   }
   end_turn(p, epoch, turn);
+  if constexpr (kWide)
+    for (int base = kWarp; base < p.internode.num_peers; base += kWarp) {
+      turn = begin_turn(p, there, node, channel, base);
+      for (uint32_t i = 0; i < rows; ++i) {
+        const int mine = __shfl_sync(kAllLanes, token, static_cast<int>(i)),
+                  ranks = own ? push_own(p, turn, mine) : push_arrived(p, turn, arrived(i));
+        if (ranks < 0) return kBlocked;
+        placed += static_cast<uint32_t>(ranks);
+      }
+      end_turn(p, epoch, turn);
+    }
   if (!own) last = placed == 0 ? so_far >= expected : count_placed(p, epoch, source, placed) >= expected;
   const auto told = static_cast<uint32_t>(state->at);
   const bool tells = !own && (last || read + rows - told >= max(1u, p.rings.slots / 2));
@@ -321,10 +432,10 @@ __device__ inline Outcome serve_pusher(const InternodeDispatchParams &p, uint64_
   return last ? kDone : kMoved;
 }
 
-// ---- Readers: a stream is the words of a channel's rows that another rank of this node has pushed here --------------
+// ---- Readers: a stream is a channel's rows that another rank of this node has pushed here ---------------------------
 
-__device__ inline Outcome serve_words(const InternodeDispatchParams &p, uint64_t epoch, int stream,
-                                      BlockedStream &blocked) {
+template <class Params>
+__device__ inline Outcome serve_pushed(const Params &p, uint64_t epoch, int stream, BlockedStream &blocked) {
   const TeamView &team = p.d.session.team;
   const int channels = static_cast<int>(p.rings.channels), channel = stream % channels, which = stream / channels,
             others = p.internode.num_peers - 1, node = (p.internode.node + which / others) % p.internode.num_nodes,
@@ -332,6 +443,8 @@ __device__ inline Outcome serve_words(const InternodeDispatchParams &p, uint64_t
             source = node * p.internode.num_peers + index;
   RowStream *state = p.lists.by_rank + stream;
   if (state->closed != 0) return kDone;
+  const bool staged = !has_places(p, p.d.recv_segment);
+  const WordRings &rings = staged ? p.staged : p.words;
   const int64_t ring = push_index(p.internode, index, node, channel);
   const uint32_t expected = rows_between(p.d, source, team.rank), read = state->count;
   uint32_t so_far = 0, here = read;
@@ -345,14 +458,13 @@ __device__ inline Outcome serve_words(const InternodeDispatchParams &p, uint64_t
   const uint32_t rows = so_far < expected ? min<uint32_t>(here - read, kRowsRead) : 0;
   if (rows > 0) {
     const InPhase phase(kPhaseCopy);
-    const auto words_of = [&](uint32_t i) {
-      return reinterpret_cast<const uint32_t *>(team.self + p.words.at(index, node, channel, read + i));
-    };
-    const int mine =
-        take_rows(p, source, rows, words_of, [&](uint32_t i, int64_t row) { take_words(p, words_of(i), row, [] {}); });
+    const auto slot = [&](uint32_t i) { return team.self + rings.at(index, node, channel, read + i); };
+    const int mine = take_rows(
+        p, source, rows, [&](uint32_t i) { return reinterpret_cast<const uint32_t *>(slot(i)); },
+        [&](uint32_t i, int64_t row) { take_pushed(p, slot(i), staged, row); });
     if (mine < 0) return kBlocked;
     so_far = count_placed(p, epoch, source, static_cast<uint32_t>(mine));
-    const uint32_t half = max(1u, p.words.slots / 2);
+    const uint32_t half = max(1u, rings.slots / 2);
     if (read / half != (read + rows) / half)
       write_count(word_at(team.peers[p.internode.local_rank(index)], p.internode.at.taken,
                           push_index(p.internode, p.internode.index, node, channel)),
@@ -375,34 +487,48 @@ __device__ inline void reset_pushers(const InternodeDispatchParams &p, int first
 #pragma unroll 1
   for (int i = first; i < count; i += step) {
     if (lane_id() == 0) p.lists.from_nodes[i] = {i < channels ? i : 0, 0, 0, 0};
-    if (lane_id() < p.internode.num_peers) words_pushed(p, node_pushed(p, i), i % channels)[lane_id()] = 0;
+    for (int rank = lane_id(); rank < p.internode.num_peers; rank += kWarp)
+      words_pushed(p, node_pushed(p, i), i % channels)[rank] = 0;
   }
   __syncwarp();
 }
 
-// As run_dispatch_roles().
-__device__ inline void run_push_roles(const InternodeDispatchParams &p, uint64_t epoch, const RowsThere *there) {
+template <bool kWide, class Params>
+__device__ inline void run_dispatch_roles(const Params &p, uint64_t epoch, const RowsThere *there, bool stages) {
   const Session &s = p.d.session;
   const int warp = warp_id(), blocks = static_cast<int>(gridDim.x), block = static_cast<int>(blockIdx.x);
   const int channels = static_cast<int>(p.rings.channels), from_nodes = p.internode.num_nodes * channels,
             to_nodes = from_nodes - channels, of_others = (p.internode.num_peers - 1) * from_nodes;
-  if (warp < p.shape.senders) {
-    const int first = warp * blocks + block, step = p.shape.senders * blocks;
+  const int senders = p.shape.senders, pushers = stages ? p.shape.staging_pushers : p.shape.pushers;
+  if (warp < senders) {
+    const int first = warp * blocks + block, step = senders * blocks;
     reset_streams(p.lists.to_nodes, first, step, to_nodes, channels);
     serve_streams(s, kRoleSender, first, step, to_nodes,
                   [&](int stream, BlockedStream &blocked) { return serve_sender(p, epoch, stream, blocked); });
-  } else if (warp < p.shape.senders + p.shape.pushers) {
-    const int first = (warp - p.shape.senders) * blocks + block, step = p.shape.pushers * blocks;
+  } else if (warp < senders + pushers) {
+    const int first = (warp - senders) * blocks + block, step = pushers * blocks;
     reset_pushers(p, first, step, from_nodes);
-    serve_streams(s, kRolePusher, first, step, from_nodes,
-                  [&](int stream, BlockedStream &blocked) { return serve_pusher(p, epoch, there, stream, blocked); });
+    serve_streams(s, kRolePusher, first, step, from_nodes, [&](int stream, BlockedStream &blocked) {
+      return serve_pusher<kWide>(p, epoch, there, stream, blocked);
+    });
   } else {
-    const int first = (warp - p.shape.senders - p.shape.pushers) * blocks + block, step = p.shape.readers() * blocks;
+    const int first = (warp - senders - pushers) * blocks + block,
+              step = (DispatchRoles::kWarps - senders - pushers) * blocks;
     reset_streams(p.lists.by_rank, first, step, of_others, channels);
     serve_streams(s, kRoleReader, first, step, of_others,
-                  [&](int stream, BlockedStream &blocked) { return serve_words(p, epoch, stream, blocked); });
-    if (p.d.num_worst_tokens > 0) pad_rows(p.d, first, step);
+                  [&](int stream, BlockedStream &blocked) { return serve_pushed(p, epoch, stream, blocked); });
+    pad_outputs(p, first, step);
   }
+}
+
+// The last block, of any dispatch between nodes.
+__device__ inline void end_dispatch(const InternodeDispatchParams &p, uint64_t epoch) {
+  const TeamView &team = p.d.session.team;
+  for (int r = threadIdx.x; r < team.num_ranks; r += blockDim.x)
+    p.state->rows_taken[epoch % 2][r] = p.state->tokens_taken[epoch % 2][r] = 0;
+  if (threadIdx.x != 0) return;
+  team.scratch->epoch = epoch;
+  clear_wrong_counts(p.d);
 }
 
 }  // namespace deepep::internode

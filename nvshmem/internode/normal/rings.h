@@ -2,10 +2,10 @@
 // device.
 //
 // A rank sends its rows for a node once, to its partner there: into a ring in the partner's block. The partner pushes
-// them to their places in its node, or all ranks of that node read the ring; then rows for a rank's own node go through
-// such a ring in its own block. In combine a rank pushes its rows to the rank of its node that has the same index as
-// the token's rank (the collector); that one sums the node's rows and sends the sum to the token's rank. Tokens belong
-// to channels: token % channels. The rows of a pair of ranks and a channel are a stream, which keeps its order.
+// them to their places in its node, or into rings of its ranks. In combine a rank pushes its rows to the rank of its
+// node that has the same index as the token's rank (the collector); that one sums the node's rows and sends the sum to
+// the token's rank. Tokens belong to channels: token % channels. The rows of a pair of ranks and a channel are a
+// stream, which keeps its order.
 #pragma once
 #include "internode/layout.h"
 
@@ -74,22 +74,22 @@ struct RowRings {
     return nvl + (ring * local_slots + row % local_slots) * stride;
   }
 };
-// Of a dispatch that pushes rows to their places: the nvl region has a ring of their words, which a row's ring has
-// after its payload, for each rank of this node that pushes, each node and channel.
+// Of a dispatch that pushes rows: the nvl region has a ring of their words, which a row's ring has after its payload,
+// and of their payloads where these do not go to their places, for each rank of this node that pushes, each node and
+// channel.
 struct WordRings {
   uint64_t nvl;                                 // from the start of the block
-  uint32_t stride, slots, channels, num_nodes;  // slots 0: no room, rows are not pushed
+  uint32_t stride, slots, channels, num_nodes;  // slots 0: no room
 
   __host__ __device__ uint64_t at(int index, int node, int channel, uint32_t row) const {
     const uint64_t ring = (static_cast<uint64_t>(index) * num_nodes + node) * channels + channel;
     return nvl + (ring * slots + row % slots) * stride;
   }
 };
-inline WordRings word_rings(const TeamView &team, const NodeView &internode, const RowRings &rows, uint32_t bytes) {
+inline WordRings word_rings(const TeamView &team, const RowRings &rows, uint32_t bytes) {
   WordRings at{team.nvl, align_up(bytes, 16u), 0, rows.channels, rows.num_nodes};
-  if (internode.num_peers <= kWarp)  // a lane looks after a rank
-    at.slots =
-        static_cast<uint32_t>(min<uint64_t>(kMaxSlots, team.nvl_bytes / team.num_ranks / rows.channels / at.stride));
+  at.slots =
+      static_cast<uint32_t>(min<uint64_t>(kMaxSlots, team.nvl_bytes / team.num_ranks / rows.channels / at.stride));
   return at;
 }
 inline uint32_t piece_rows(uint32_t bytes, uint32_t stride) { return min(kMaxPieceRows, bytes / stride + 1); }
@@ -104,7 +104,7 @@ inline int channels_for(const NodeView &internode, int blocks, int senders) {
             streams = (kFewest * others + warps - 1) / warps;
   return min(kMaxChannels, warps * streams / others);
 }
-// At most `most` channels. local: of a combine, with rings in the nvl region. slots is 0 if a region is too small for a
+// At most `most` channels. local: with rings of rows in the nvl region too. slots is 0 if a region is too small for a
 // row.
 inline RowRings row_rings(const TeamView &team, const NodeView &internode, uint64_t row_bytes, int most, bool local) {
   RowRings at{};

@@ -27,7 +27,7 @@ __device__ inline PairRows rows_of_pair(const CombineParams &c, int source, int 
 
 // After a row's payload: its weights.
 __device__ inline void send_pair_row(const ShrinkCombineParams &p, int64_t row, uint8_t *to) {
-  copy_payload(to, nullptr, p.c.x() + row * p.c.row_bytes, p.c.row_bytes);
+  copy_payload(to, p.c.x() + row * p.c.row_bytes, p.c.row_bytes);
   auto *words = reinterpret_cast<uint32_t *>(to + p.c.row_bytes);
   for (int k = lane_id(); k < p.c.num_topk; k += kWarp)
     words[k] = p.c.topk_weights() == nullptr ? 0 : __float_as_uint(p.c.topk_weights()[row * p.c.num_topk + k]);

@@ -65,7 +65,7 @@ __device__ inline void send_pair_row(const ShrinkDispatchParams &p, int token, u
   const RowWords at = pair_words(d);
   RowExtras extras = load_extras(d, token, 0);
   uint8_t *to = place == nullptr ? d.recv_x() + own * d.row_bytes : place;
-  copy_payload(to, nullptr, d.x() + static_cast<uint64_t>(token) * d.row_bytes, d.row_bytes);
+  copy_payload(to, d.x() + static_cast<uint64_t>(token) * d.row_bytes, d.row_bytes);
   auto *words = reinterpret_cast<uint32_t *>(place + d.row_bytes);
   if (lane_id() == 0 && place != nullptr) words[0] = static_cast<uint32_t>(token);
   if (lane_id() == 0 && place == nullptr && d.recv_src_idx() != nullptr) d.recv_src_idx()[own] = token;
@@ -134,7 +134,7 @@ __device__ inline void take_pair_row(const ShrinkDispatchParams &p, const uint8_
   const auto *words = reinterpret_cast<const uint32_t *>(from + d.row_bytes);
   const auto token = static_cast<int32_t>(ptx::ld_relaxed_sys(words));
   RowExtras extras = load_arrived_extras(d, at, words, 0);
-  copy_payload(d.recv_x() + row * d.row_bytes, nullptr, from, d.row_bytes);
+  copy_payload(d.recv_x() + row * d.row_bytes, from, d.row_bytes);
   if (lane_id() == 0 && d.recv_src_idx() != nullptr) d.recv_src_idx()[row] = token;
 #pragma unroll 1
   for (int first = 0; first == 0 || has_extras(d, first); first += kWarp) {

@@ -6,7 +6,7 @@
 
 namespace deepep::internode {
 
-enum Role { kRoleSender, kRoleRelay, kRoleReader, kRolePusher, kRoleNodeSum, kRoleTokenSum, kNumRoles };
+enum Role { kRoleSender, kRoleReader, kRolePusher, kRoleNodeSum, kRoleTokenSum, kNumRoles };
 enum Phase { kPhaseStage, kPhasePut, kPhaseCopy, kPhaseSum, kPhaseSignal, kNumPhases };
 
 // Of one role, in cycles: warps that had streams; their time from first to last; the longest of them; by phase. From

@@ -1,5 +1,5 @@
-// dispatch.cuh - libdeepep_nvshmem.so: dispatch with a routing across nodes. Rows take the way of normal/dispatch.cuh,
-// whose senders, relays and readers these are; what belongs to a row, and where a reader puts it, is written here.
+// dispatch.cuh - libdeepep_nvshmem.so: dispatch with a routing across nodes. Rows take the ways of normal/push_rows.cuh
+// and normal/dispatch.cuh, whose roles these are; what belongs to a row, and where a reader puts it, is written here.
 // An expanded row crosses once for each node too, and each reader writes it to the place of each of its choices.
 #pragma once
 #include "cuda/impl/normal/expanded_rows.cuh"
@@ -57,6 +57,14 @@ __device__ inline RowChoice arrived_choice(const DispatchParams &d, const Routed
   choice.weight = ptx::ld_relaxed_sys(words + at.weights + lane_id());
   if (kExpand) choice.slot = static_cast<int32_t>(ptx::ld_relaxed_sys(words + at.slots + lane_id()));
   return choice;
+}
+template <bool kExpand>
+__device__ inline void store_choice_words(const DispatchParams &d, const RoutedWords<kExpand> &at, uint32_t *words,
+                                          const RowChoice &choice) {
+  if (lane_id() >= d.num_topk) return;
+  words[at.weights + lane_id()] = choice.weight;
+  words[at.experts + lane_id()] = static_cast<uint32_t>(choice.expert);
+  if (kExpand) words[at.slots + lane_id()] = static_cast<uint32_t>(choice.slot);
 }
 
 // The expert's number at this rank; -1: another rank's, or none.
@@ -135,47 +143,33 @@ __device__ inline void store_scale(const DispatchParams &d, int64_t to, uint32_t
 
 // As send_row() without a routing.
 template <bool kExpand>
-__device__ inline void send_row(const RoutedDispatchParams<kExpand> &p, int node, int token, uint8_t *place,
-                                int64_t own) {
+__device__ inline void send_row(const RoutedDispatchParams<kExpand> &p, int node, int token, uint8_t *place) {
   const DispatchParams &d = p.d;
   const RoutedWords<kExpand> at(d, p.internode.num_peers);
   const int32_t *heads =
       d.send_head() + static_cast<int64_t>(token) * d.session.team.num_ranks + node * p.internode.num_peers;
   auto *words = reinterpret_cast<uint32_t *>(place + d.row_bytes);
   const RowChoice choice = load_choice<kExpand>(d, token);
-  const int32_t number = d.session.team.rank * d.num_max_tokens + token;
-  const int64_t to = own < 0 ? -1 : row_of_lane<kExpand>(d, choice, own, d.session.team.rank);
-  copy_to_rows(d, place, d.x() + static_cast<uint64_t>(token) * d.row_bytes, to);
-  if (place != nullptr) {
-    if (lane_id() == 0) words[0] = static_cast<uint32_t>(number);
+  copy_payload(place, d.x() + static_cast<uint64_t>(token) * d.row_bytes, d.row_bytes);
+  if (lane_id() == 0) words[0] = static_cast<uint32_t>(d.session.team.rank * d.num_max_tokens + token);
 #pragma unroll 1
-    for (int i = lane_id(); i < p.internode.num_peers; i += kWarp) words[1 + i] = static_cast<uint32_t>(heads[i]);
-    if (lane_id() < d.num_topk) {
-      words[at.weights + lane_id()] = choice.weight;
-      words[at.experts + lane_id()] = static_cast<uint32_t>(choice.expert);
-      if (kExpand) words[at.slots + lane_id()] = static_cast<uint32_t>(choice.slot);
-    }
-  }
-  if (own >= 0) store_choice<kExpand>(d, own, to, choice, number);
-  const uint32_t rows = d.recv_scales() == nullptr ? 0 : __ballot_sync(kAllLanes, to >= 0);
+  for (int i = lane_id(); i < p.internode.num_peers; i += kWarp) words[1 + i] = static_cast<uint32_t>(heads[i]);
+  store_choice_words(d, at, words, choice);
 #pragma unroll 1
-  for (int first = 0; first < d.num_scales; first += kWarp) {
-    const int i = first + lane_id();
-    const uint32_t scale = i < d.num_scales ? d.scales()[token * d.scale_token_stride + i * d.scale_stride] : 0;
-    if (place != nullptr && i < d.num_scales) words[at.scales + i] = scale;
-    store_scale(d, to, rows, i, scale);
-  }
+  for (int i = lane_id(); i < d.num_scales; i += kWarp)
+    words[at.scales + i] = d.scales()[token * d.scale_token_stride + i * d.scale_stride];
 }
 
+// A row that has come here. payload: null, where it is in its place.
 template <bool kExpand>
-__device__ inline void take_row(const RoutedDispatchParams<kExpand> &p, const uint8_t *from, int64_t row) {
+__device__ inline void take_row(const RoutedDispatchParams<kExpand> &p, const uint8_t *payload, const uint32_t *words,
+                                int64_t row) {
   const DispatchParams &d = p.d;
   const RoutedWords<kExpand> at(d, p.internode.num_peers);
-  const auto *words = reinterpret_cast<const uint32_t *>(from + d.row_bytes);
   const RowChoice choice = arrived_choice(d, at, words);
   const auto token = static_cast<int32_t>(ptx::ld_relaxed_sys(words));
   const int64_t to = row_of_lane<kExpand>(d, choice, row, token / d.num_max_tokens);
-  copy_to_rows(d, nullptr, from, to);
+  if (payload != nullptr) copy_to_rows(d, nullptr, payload, to);
   store_choice<kExpand>(d, row, to, choice, token);
   const uint32_t rows = d.recv_scales() == nullptr ? 0 : __ballot_sync(kAllLanes, to >= 0);
 #pragma unroll 1
@@ -184,74 +178,10 @@ __device__ inline void take_row(const RoutedDispatchParams<kExpand> &p, const ui
     store_scale(d, to, rows, i, i < d.num_scales ? ptx::ld_relaxed_sys(words + at.scales + i) : 0);
   }
 }
-
-// ---- The kernel -----------------------------------------------------------------------------------------------------
-
-// As run_dispatch_roles().
 template <bool kExpand>
-__device__ inline void run_routed_roles(const RoutedDispatchParams<kExpand> &p, uint64_t epoch) {
-  using Roles = DispatchRoles;
-  const Session &s = p.d.session;
-  const int warp = warp_id(), blocks = static_cast<int>(gridDim.x), block = static_cast<int>(blockIdx.x);
-  const int channels = static_cast<int>(p.rings.channels), from_nodes = p.internode.num_nodes * channels,
-            to_nodes = from_nodes - channels, of_ranks = s.team.num_ranks * channels;
-  if (warp < Roles::kSenders) {
-    const int first = warp * blocks + block, step = Roles::kSenders * blocks;
-    reset_streams(p.lists.to_nodes, first, step, to_nodes, channels);
-    serve_streams(s, kRoleSender, first, step, to_nodes,
-                  [&](int stream, BlockedStream &blocked) { return serve_sender(p, epoch, stream, blocked); });
-  } else if (warp < Roles::kSenders + Roles::kRelays) {
-    const int first = (warp - Roles::kSenders) * blocks + block, step = Roles::kRelays * blocks;
-    reset_streams(p.lists.from_nodes, first, step, from_nodes, channels);
-    serve_relays(p, epoch, first, step, from_nodes);
-  } else {
-    const int first = (warp - Roles::kSenders - Roles::kRelays) * blocks + block, step = Roles::kReaders * blocks;
-    reset_streams(p.lists.by_rank, first, step, of_ranks, channels);
-    serve_streams(s, kRoleReader, first, step, of_ranks,
-                  [&](int stream, BlockedStream &blocked) { return serve_reader(p, epoch, stream, blocked); });
-    if (kExpand && (p.d.flags & DK_DISPATCH_ZERO_PADDING) != 0) write_padding<false>(p.d, first, step);
-    if (!kExpand && p.d.num_worst_tokens > 0) pad_rows(p.d, first, step);
-  }
-}
-
-template <bool kExpand>
-__device__ inline void dispatch_by_routing(const RoutedDispatchParams<kExpand> &p) {
-  const Session &s = p.d.session;
-  const uint64_t epoch = ptx::ld_relaxed_gpu(&s.team.scratch->epoch) + 1;
-  begin_role_times();
-  if (begin(s)) {
-    const Handshake hand = dispatch_handshake(
-        p.d, epoch, load_matrix_entry(p.d.rank_prefix_matrix(), s.team.num_ranks, threadIdx.x), load_wrong_counts(p.d));
-    if (blockIdx.x == 0) post_messages(s, p.internode, hand);
-    if (blockIdx.x == gridDim.x - 1) publish_newest_by_last_warp(s.team);
-    if (await_messages(s, p.internode, hand) && (kExpand || has_room_everywhere(p, epoch))) {
-      if (blockIdx.x == 0) count_bytes_in_node(p);
-      run_routed_roles(p, epoch);
-    }
-  }
-  end_role_times(0);
-  finish(s, [&](bool failed) {
-    if (failed && kExpand) clear_expanded_outputs(p.d);
-    if (failed && !kExpand) clear_dispatch_outputs(p.d);
-    for (int r = threadIdx.x; r < s.team.num_ranks; r += blockDim.x) p.state->rows_taken[epoch % 2][r] = 0;
-    if (threadIdx.x == 0) {
-      s.team.scratch->epoch = epoch;
-      clear_wrong_counts(p.d);
-    }
-    record_kernel(s, nullptr, true, failed);
-  });
+__device__ inline void pad_outputs(const RoutedDispatchParams<kExpand> &p, int worker, int workers) {
+  if (kExpand && (p.d.flags & DK_DISPATCH_ZERO_PADDING) != 0) write_padding<false>(p.d, worker, workers);
+  if (!kExpand && p.d.num_worst_tokens > 0) pad_rows(p.d, worker, workers);
 }
 
 }  // namespace deepep::internode
-
-namespace deep_ep::internode {
-using namespace deepep;
-using namespace deepep::internode;
-
-template <bool kExpand>
-__global__ void __launch_bounds__(DispatchRoles::kThreads, 1)
-    dispatch_routed(const __grid_constant__ RoutedDispatchParams<kExpand> p) {
-  dispatch_by_routing(p);
-}
-
-}  // namespace deep_ep::internode

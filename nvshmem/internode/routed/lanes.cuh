@@ -8,8 +8,8 @@ namespace deepep::internode {
 __device__ inline int last_lane(uint32_t lanes) { return 63 - __clzll(static_cast<long long>(lanes)); }  // -1: none
 
 template <class T>
-__device__ inline const T *from_lane(const T *address, int lane) {
-  return reinterpret_cast<const T *>(__shfl_sync(kAllLanes, reinterpret_cast<uint64_t>(address), lane));
+__device__ inline T *from_lane(T *address, int lane) {
+  return reinterpret_cast<T *>(__shfl_sync(kAllLanes, reinterpret_cast<uint64_t>(address), lane));
 }
 
 }  // namespace deepep::internode

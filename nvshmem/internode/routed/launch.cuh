@@ -2,7 +2,7 @@
 // call is compiled for their registers.
 #pragma once
 #include "internode/routed/combine.cuh"
-#include "internode/routed/dispatch.cuh"
+#include "internode/routed/dispatch_kernel.cuh"
 #include "internode/routed/launch_shape.h"
 #include "internode/routed/notify.cuh"
 #include "internode/routed/shrink_launch.cuh"
@@ -25,11 +25,13 @@ int32_t launch_dispatch(dk_dispatch_params *p, const DispatchParams &d, int bloc
   RoutedDispatchParams<kExpand> params{{d, team->internode->view, {}, {}, nullptr}};
   params.state = static_cast<NormalState *>(team->internode->state);
   params.d.meta = meta_shape(d);
-  params.rings = row_rings(team->view, params.internode, d.row_bytes + words_bytes(params), kFixedChannels, false);
-  if (params.rings.slots == 0) return DK_EUNSUPPORTED;  // rdma region under min_rdma_bytes
   params.lists = stream_lists(params.state, params.internode);
+  const DispatchChoice<RoutedDispatchParams<kExpand>> choice = dispatch_choice(params, blocks);
+  if (choice.params[1].rings.slots == 0) return DK_EUNSUPPORTED;  // a region under its minimum
+  const size_t places = team->view.num_ranks * sizeof(RowsThere);
   const OnDevice on(team->device);
-  deep_ep::internode::dispatch_routed<kExpand><<<blocks, DispatchRoles::kThreads, 0, stream_of(p->stream)>>>(params);
+  deep_ep::internode::dispatch_routed<kExpand>
+      <<<blocks, DispatchRoles::kThreads, places, stream_of(p->stream)>>>(choice);
   return launched(p);
 }
 

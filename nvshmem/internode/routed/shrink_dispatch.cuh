@@ -28,11 +28,9 @@ __device__ inline void send_pair_row(const RoutedShrinkDispatchParams<kExpand> &
   copy_to_rows(d, place, d.x() + static_cast<uint64_t>(token) * d.row_bytes, to);
   if (place == nullptr) {
     store_choice<kExpand>(d, own, to, choice, number);
-  } else if (lane_id() < d.num_topk) {
+  } else {
     if (lane_id() == 0) words[0] = static_cast<uint32_t>(number);
-    words[at.weights + lane_id()] = choice.weight;
-    words[at.experts + lane_id()] = static_cast<uint32_t>(choice.expert);
-    if (kExpand) words[at.slots + lane_id()] = static_cast<uint32_t>(choice.slot);
+    store_choice_words(d, at, words, choice);
   }
   const uint32_t rows = d.recv_scales() == nullptr ? 0 : __ballot_sync(kAllLanes, to >= 0);
 #pragma unroll 1
