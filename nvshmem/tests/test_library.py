@@ -325,7 +325,7 @@ def test_the_worker_that_plays_a_nic_on_the_host(seed: int) -> None:
 def test_kernels_of_normal_mode_on_the_host(first: int) -> None:
     """All kernels of normal mode across nodes, lane by lane, over a network that delays every put."""
     code, text = run(OUT / "internode_test", first, 3)
-    assert code == 0 and text.count(": ok") == 4 + 3, text
+    assert code == 0 and text.count(": ok") == 5 + 3, text
 
 
 @pytest.mark.parametrize(
@@ -362,7 +362,7 @@ def test_changed_heads_of_masks(seed: int) -> None:
 def test_kernels_with_a_routing_on_the_host(first: int) -> None:
     """Notify, dispatch and combine with a routing, plain and expanded; a lost rank, wrong indices."""
     code, text = run(OUT / "internode_routed_test", first, 10)
-    assert code == 0 and text.count(": ok") == 16, text
+    assert code == 0 and text.count(": ok") == 17, text
 
 
 @pytest.mark.parametrize(
