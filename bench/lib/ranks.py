@@ -58,11 +58,11 @@ class Team:
     size: int
     engine: str = "cpu"
     device: torch.device = torch.device("cpu")  # noqa: RUF009 - a device cannot change
-    rival: dist.ProcessGroup | None = None  # NCCL's, on GPUs
-    gate: Gate | None = None  # on the CPU engine
+    rival: dist.ProcessGroup | None = None  # NCCL's, where each rank has a GPU
+    gate: Gate | None = None  # elsewhere
 
     def meet(self) -> None:
-        """As barrier(), but on GPUs through NCCL, which all ranks leave within microseconds."""
+        """As barrier(), but through NCCL where each rank has a GPU; all ranks leave it within microseconds."""
         if self.rival is None:
             self.barrier()
             return
@@ -121,7 +121,8 @@ def time_rounds(
 def join(rank: int, world: int, rendezvous: str, sizes: Sequence[int], engine: str = "cpu") -> dict[int, Team]:
     """Enters this process into the world and makes a team of each size. A size's team is absent where rank >= size.
 
-    On the CUDA engine rank r takes GPU r modulo their number, and each team has an NCCL group beside its gloo group.
+    On the CUDA engine rank r takes GPU r modulo their number, and each team has an NCCL group beside its gloo group,
+    unless ranks share a GPU, which NCCL refuses.
     """
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are on this machine, whatever its name resolves to
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // 4))
@@ -133,9 +134,10 @@ def join(rank: int, world: int, rendezvous: str, sizes: Sequence[int], engine: s
     teams = {}
     for size in sizes:
         group = dist.new_group(range(size), timeout=PATIENCE)
-        rival = dist.new_group(range(size), backend="nccl", timeout=PATIENCE) if engine == "cuda" else None
+        apart = engine == "cuda" and size <= torch.cuda.device_count()  # a GPU for each rank
+        rival = dist.new_group(range(size), backend="nccl", timeout=PATIENCE) if apart else None
         if rank < size:
-            gate = Gate(f"{rendezvous}.{size}", rank, size) if engine == "cpu" else None
+            gate = None if apart else Gate(f"{rendezvous}.{size}", rank, size)
             teams[size] = Team(group, rank, size, engine, device, rival if size > 1 else None, gate)
     return teams
 
