@@ -54,8 +54,7 @@ template <class Params>
 __device__ inline SentRows send_piece(const Params &p, uint64_t epoch, int node, int channel, SentRows from,
                                       uint32_t credit) {
   const TeamView &team = p.d.session.team;
-  const uint32_t slots = p.rings.slots,
-                 end = from.count + min(min(p.rings.piece, slots - from.count % slots), slots - (from.count - credit));
+  const uint32_t end = from.count + piece_room(p.rings, from.count, credit);
   const int partner = p.internode.partner(node);
   const uint32_t words = align_up(words_bytes(p), 16u);
   uint8_t *block = p.internode.blocks[partner];  // null: a NIC serves it
@@ -193,7 +192,7 @@ __device__ inline void count_bytes_in_node(const InternodeDispatchParams &p) {
   }
 }
 
-// Streams begin at their channel's first token.
+// Streams of a channel begin at the token of its number: with fewer tokens than channels, some take none.
 __device__ inline void reset_streams(RowStream *streams, int first, int step, int count, int channels) {
 #pragma unroll 1
   for (int i = first; i < count; i += step)

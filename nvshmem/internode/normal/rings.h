@@ -96,6 +96,10 @@ inline uint32_t piece_rows(uint32_t bytes, uint32_t stride) { return min(kMaxPie
 inline uint32_t piece_of(const RowRings &at) {  // two fit into a ring
   return min(piece_rows(kPieceBytes, at.stride), max(1u, at.slots / 2));
 }
+// How many rows the next piece may have, after so many rows, of which so many are read: its places are neighbours.
+__host__ __device__ inline uint32_t piece_room(const RowRings &at, uint32_t rows, uint32_t read) {
+  return min(min(at.piece, at.slots - rows % at.slots), at.slots - (rows - read));
+}
 // Channels of a call with so many blocks, of which each has `senders` warps: these send a stream each, or two or three,
 // where nodes are many and channels would be few.
 inline int channels_for(const NodeView &internode, int blocks, int senders) {

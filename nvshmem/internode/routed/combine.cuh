@@ -176,9 +176,8 @@ __device__ inline Outcome serve_records(const RoutedCombineParams &p, uint64_t e
   const NamedRows own = named_rows(p, p.internode.partner(node));
   if (state->opened == 0 && own_in_place(p.c)) find_own_row(p, own, channel, 0, taken);
   const uint32_t credit = read_count(word_at(team.self, p.internode.at.credits, node * kMaxChannels + channel), epoch);
-  const uint32_t before = state->count, slots = p.rings.slots;
-  const uint32_t end =
-      credit == kAllRows ? before : before + min(min(p.rings.piece, slots - before % slots), slots - (before - credit));
+  const uint32_t before = state->count;
+  const uint32_t end = credit == kAllRows ? before : before + piece_room(p.rings, before, credit);
   const int partner = p.internode.partner(node);
   uint8_t *there = p.internode.blocks[partner];  // where records are stored, null: a NIC serves it
   uint32_t sent = before, last_bytes = 0;

@@ -1,6 +1,6 @@
-// dispatch_kernel.cuh - libdeepep_nvshmem.so: the kernel of dispatch with a routing across nodes, as
-// normal/dispatch_kernel.cuh.
+// dispatch_kernel.cuh - libdeepep_nvshmem.so: the kernel of dispatch with a routing across nodes.
 #pragma once
+#include "internode/normal/dispatch_roles.cuh"
 #include "internode/routed/push_rows.cuh"
 
 namespace deep_ep::internode {
@@ -10,34 +10,14 @@ using namespace deepep::internode;
 template <bool kExpand>
 __global__ void __launch_bounds__(DispatchRoles::kThreads, 1)
     dispatch_routed(const __grid_constant__ DispatchChoice<RoutedDispatchParams<kExpand>> choice) {
-  const RoutedDispatchParams<kExpand> &p = choice.params[0];
   extern __shared__ __align__(16) uint8_t shared[];
-  auto *there = reinterpret_cast<RowsThere *>(shared);  // [R]
-  const Session &s = p.d.session;
-  const uint64_t epoch = ptx::ld_relaxed_gpu(&s.team.scratch->epoch) + 1;
-  begin_role_times();
-  if (begin(s)) {
-    Handshake hand = dispatch_handshake(
-        p.d, epoch, load_matrix_entry(p.d.rank_prefix_matrix(), s.team.num_ranks, threadIdx.x), load_wrong_counts(p.d));
-    add_channels(hand, p.rings.channels);
-    if (blockIdx.x == 0) post_messages(s, p.internode, hand);
-    if (blockIdx.x == gridDim.x - 1) publish_newest_by_last_warp(s.team);
-    if (await_messages(s, p.internode, hand) && (kExpand || has_room_everywhere(p, epoch))) {
-      if (blockIdx.x == 0) count_bytes_in_node(p);
-      const bool stages = find_places(p, epoch, there);
-      if (agree_on_rings(p, epoch))
-        run_dispatch_roles<false>(p, epoch, there, stages);
-      else
-        run_dispatch_roles<true>(choice.params[1], epoch, there, stages);
-    }
-  }
-  end_role_times(0);
-  finish(s, [&](bool failed) {
-    if (failed && kExpand) clear_expanded_outputs(p.d);
-    if (failed && !kExpand) clear_dispatch_outputs(p.d);
-    end_dispatch(p, epoch);
-    record_kernel(s, nullptr, true, failed);
-  });
+  const RoutedDispatchParams<kExpand> &p = choice.params[0];
+  dispatch_between_nodes(
+      choice, shared, [&](uint64_t epoch) { return kExpand || has_room_everywhere(p, epoch); },
+      [&] {
+        if (kExpand) clear_expanded_outputs(p.d);
+        if (!kExpand) clear_dispatch_outputs(p.d);
+      });
 }
 
 }  // namespace deep_ep::internode
