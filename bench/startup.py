@@ -41,7 +41,7 @@ from lib.tables import Table, duration, machine, median
 CALLS = 20
 STEADY = slice(5, CALLS)  # calls 6 to 20
 CALLS_AFTER_WORK = 5
-WORK = {str(i): [i] * 20 for i in range(1000)}, bytes(8 << 20)  # what other work goes through
+WORK = {str(i): [i] * 20 for i in range(1000)}, b"\1" * (8 << 20)  # zeros would have no pages of their own
 MODES = ("normal", "low latency")
 
 
@@ -106,10 +106,18 @@ def sizes(case: Case, low_latency: bool) -> dict[str, int]:
 
 
 def other_work() -> None:
-    """Some 5 ms of what a program does between calls: interpreted code, and memory larger than the host's caches."""
+    """Some 5 ms of what a program does between calls: interpreted code, and more memory than a core's caches."""
     items, block = WORK
     json.loads(json.dumps(items))
     zlib.crc32(block)
+
+
+def timed(call: Callable[[], None], team: ranks.Team) -> float:
+    """Seconds from the call until the device is done."""
+    start = time.perf_counter()
+    call()
+    team.finish()
+    return time.perf_counter() - start
 
 
 def run_rank(rank: int, options: argparse.Namespace, low_latency: bool, name: str, folder: str) -> None:
@@ -149,20 +157,14 @@ def run_rank(rank: int, options: argparse.Namespace, low_latency: bool, name: st
     for _ in range(CALLS):
         team.meet()
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-        start = time.perf_counter()
-        call()
-        team.finish()
-        rounds.append(time.perf_counter() - start)
+        rounds.append(timed(call, team))
         faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
         report = report or buffer.startup_report()
     rounds_after_work = []
     for _ in range(CALLS_AFTER_WORK):
         other_work()
         team.meet()
-        start = time.perf_counter()
-        call()
-        team.finish()
-        rounds_after_work.append(time.perf_counter() - start)
+        rounds_after_work.append(timed(call, team))
     figures["memory"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0
     names = list(figures)
     slowest = team.slowest([*figures.values(), *rounds, *rounds_after_work])
