@@ -146,6 +146,47 @@ static void callers_rows(struct rank *me) {
   }
 }
 
+static void quiet(struct team *t) {
+  dk_transport_quiet_params p = {.size = sizeof p,
+                                 .transport = t->transport,
+                                 .stream = t->me->stream,
+                                 .peer = -1,
+                                 .qp = -1,
+                                 .timeout_ns = t->timeout_ns};
+  CALL(t->me, transport_quiet, &p);
+}
+
+/* The others have sent and take no part any more (an engine's Release): rank 0 has every row, and waits for its own
+ * puts alone. */
+static void callers_rows_of_the_last(struct rank *me) {
+  struct ll_spec spec = spec_for(me);
+  spec.combine_flags = DK_LL_ZERO_COPY;
+  struct team *t = make_ll_team(me, &spec, 0);
+  struct ll *l = make_ll(t, &spec, 3);
+  for (uint64_t round = 0; round < 24; round++) {
+    new_ll_payload(l, round);
+    run_ll_dispatch(l, DK_PHASE_BOTH, 0);
+    check_ll_dispatch(l);
+    make_expert_rows(l, round);
+    if (me->index == 0) {
+      meet(me);
+      run_ll_combine(l, DK_PHASE_SEND, 2);
+      finish(me);
+      for (int i = 1; i < me->count; i++) __atomic_store_n(&t->status->dead[i], 1, __ATOMIC_RELEASE);
+      run_ll_combine(l, DK_PHASE_RECV, 2);
+      check_ll_combine(l);
+      for (int i = 1; i < me->count; i++) __atomic_store_n(&t->status->dead[i], 0, __ATOMIC_RELEASE);
+    } else {
+      run_ll_combine(l, DK_PHASE_SEND, 2);
+      quiet(t);
+      finish(me);
+      meet(me);
+      run_ll_combine(l, DK_PHASE_RECV, 2);
+      check_ll_combine(l);
+    }
+  }
+}
+
 /* One rank sends what the others never receive; after a clean no call may match it, although the call numbers are
  * equal. */
 static void sent_before_a_clean(struct rank *me) {
@@ -295,6 +336,8 @@ static const struct test_case cases[] = {
     {"ll internode edges/on its way to a masked rank, late", on_its_way, 3, &one_queue_late, QUICK, 0, 0},
     {"ll internode edges/callers' rows are free after a combine", callers_rows, 3, &singles, QUICK, 0, 0},
     {"ll internode edges/callers' rows are free after a combine, late", callers_rows, 4, &singles_late, QUICK, 0, 0},
+    {"ll internode edges/callers' rows of the last rank, late", callers_rows_of_the_last, 3, &singles_late, QUICK, 0,
+     0},
     {"ll internode edges/sent before a clean, one node", sent_before_a_clean, 3, &mapped, QUICK, 0, 0},
     {"ll internode edges/sent before a clean, late", sent_before_a_clean, 4, &pairs_late, QUICK, 0, 0},
     {"ll internode edges/bytes, 2 nodes of 2", bytes, 4, &pairs, QUICK, 0, 0},

@@ -40,7 +40,8 @@ bool post(Op &op, int peer, int qp, void *dst, const void *src, uint64_t bytes, 
     return posted || op.team.masked(peer) ? Poll::done : Poll::idle;
   };
   if (poll() == Poll::done) return posted;
-  return wait_until(op, poll, [&](int other, Missing &) { return other == peer && !op.team.masked(peer); }) && posted;
+  auto awaits = [&](int other, Missing &) { return other == peer && !op.team.masked(peer); };
+  return wait_until(op, poll, awaits, Awaited::own_nic) && posted;
 }
 
 // ---- Send ----
@@ -130,8 +131,8 @@ bool wait_for_callers_rows(Op &op, uint64_t epoch) {
       if (reads(peer)) return Poll::idle;
     return Poll::done;
   };
-  return poll() == Poll::done ||
-         wait_until(op, poll, [&](int peer, Missing &) { return reads(peer) && !team.masked(peer); });
+  auto awaits = [&](int peer, Missing &) { return reads(peer) && !team.masked(peer); };
+  return poll() == Poll::done || wait_until(op, poll, awaits, Awaited::own_nic);
 }
 
 // ---- Cleaning ----
@@ -158,7 +159,7 @@ void wait_until_delivered(Op &op) {
       if (waits(peer)) return Poll::idle;
     return Poll::done;
   };
-  if (poll() == Poll::idle) wait_until(op, poll, [&](int peer, Missing &) { return waits(peer); });
+  if (poll() == Poll::idle) wait_until(op, poll, [&](int peer, Missing &) { return waits(peer); }, Awaited::own_nic);
 }
 
 }  // namespace dk

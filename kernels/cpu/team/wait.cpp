@@ -71,7 +71,7 @@ int find_culprit(Team &team, int peer, uint64_t now, uint64_t awake) {
 
 }  // namespace
 
-Waiter::Waiter(Op &op) : op_(op), doorbell_(op.team.control().doorbell()) {
+Waiter::Waiter(Op &op, Awaited what) : op_(op), what_(what), doorbell_(op.team.control().doorbell()) {
   bool alone = op.team.num_ranks <= op.team.device->cores;
   spins_ = alone ? kSpinsAlone : kSpinsShared;
   yields_ = alone ? kYieldsAlone : kYieldsShared;
@@ -119,8 +119,9 @@ void Waiter::give_up_on(int peer, int32_t code) {
 
 Waiter::PeerCheck Waiter::check_peer(int peer) {
   Team &team = op_.team;
-  bool dead = __atomic_load_n(&team.status->dead[peer], __ATOMIC_ACQUIRE),
-       failed = team.failure_record_of(peer).set.load();
+  bool sends = what_ == Awaited::messages;
+  bool dead = sends && __atomic_load_n(&team.status->dead[peer], __ATOMIC_ACQUIRE),
+       failed = sends && team.failure_record_of(peer).set.load();
   bool late = op_.may_shrink && now_ - since_ >= op_.timeout_ns;
   if (!dead && !failed && !late) return PeerCheck::keep_waiting;
   // A rank that itself waits for another one will mask that one at about this deadline: it has as long again.

@@ -6,6 +6,10 @@ namespace dk {
 
 enum class Poll { done, progress, idle };
 
+// What a wait is for: messages of peers, or work of this rank's own NIC toward them. What is queued for a lost peer
+// counts as done, and toward a peer that only takes no part any more, as after Release, the NIC goes on.
+enum class Awaited { messages, own_nic };
+
 struct Missing {  // what a peer has not sent yet, for the failure record
   int64_t expected = 0, seen = 0;
 };
@@ -13,7 +17,7 @@ struct Missing {  // what a peer has not sent yet, for the failure record
 // One wait, from the last progress to the next.
 class Waiter {
  public:
-  explicit Waiter(Op &op);
+  Waiter(Op &op, Awaited what);
   void begin();  // no progress: wakes the peers that this operation has written to
   void end();    // progress
   enum class PeerCheck { keep_waiting, poll_again, stop_waiting };
@@ -35,6 +39,7 @@ class Waiter {
   void give_up_on(int peer, int32_t code);
 
   Op &op_;
+  const Awaited what_;
   Doorbell &doorbell_;
   uint64_t since_ = 0, now_ = 0;       // since_: later by the time in which this rank did not run
   uint64_t told_ = 0, delivered_ = 0;  // when other nodes were told last; the NIC's count at the first time
@@ -57,8 +62,8 @@ void tell_all(Team &team);
 // progress, less the time in which this rank did not run. With op.may_shrink a peer that is dead, failed or late is
 // masked, and poll has to go on without it.
 template <class PollFn, class AwaitsFn>
-bool wait_until(Op &op, PollFn poll, AwaitsFn awaits) {
-  Waiter waiter(op);
+bool wait_until(Op &op, PollFn poll, AwaitsFn awaits, Awaited what = Awaited::messages) {
+  Waiter waiter(op, what);
   while (!op.aborted()) {
     Poll found = poll();
     if (op.failed()) break;
