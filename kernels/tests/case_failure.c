@@ -210,18 +210,6 @@ static struct stage set_slow_stage(struct rank *me, uint64_t salt) {
   return s;
 }
 
-/* A rank's puts to other nodes complete before it may leave. */
-static void deliver(struct team *t) {
-  dk_transport_quiet_params p = {.size = sizeof p,
-                                 .transport = t->transport,
-                                 .stream = t->me->stream,
-                                 .peer = -1,
-                                 .qp = -1,
-                                 .timeout_ns = t->timeout_ns};
-  if (t->transport) CALL(t->me, transport_quiet, &p);
-  finish(t->me);
-}
-
 static void leaves_first(struct rank *me) {
   uint32_t op = *(const uint32_t *)me->test->arg;
   uint64_t rounds = me->split ? 4 : 16;

@@ -174,9 +174,7 @@ static void not_numbers(struct rank *me) {
     spec.weights = ways[way].weights;
     spec.combine_flags = ways[way].flags;
     struct ll *l = make_ll(t, &spec, 3);
-    run_ll_dispatch(l, DK_PHASE_BOTH, 0);
-    check_ll_dispatch(l);
-    make_expert_rows(l, 4);
+    ll_dispatch_and_answer(l, 4);
     finish(me);
     uint16_t *y = l->y.host;
     for (int cell = 0; cell < l->local * l->rows; cell++)

@@ -101,9 +101,7 @@ static void same_bits(struct rank *me) {
   struct team *t = make_ll_team(me, &spec, DK_TEAM_LL_COPY);
   struct ll *l = make_ll(t, &spec, 3);
   for (uint64_t round = 0; round < 3; round++) {
-    run_ll_dispatch(l, DK_PHASE_BOTH, 0);
-    check_ll_dispatch(l);
-    make_expert_rows(l, round);
+    ll_dispatch_and_answer(l, round);
     void *first = scratch(me, l->out.bytes + 1);
     for (int i = 0; i < 3; i++) {
       poison(me, l->out);
@@ -122,9 +120,7 @@ static void late_weights(struct rank *me) {
   struct team *t = make_ll_team(me, &spec, DK_TEAM_LL_COPY);
   struct ll *l = make_ll(t, &spec, 3), *other = make_ll(t, &spec, 4);
   for (uint64_t round = 0; round < 4; round++) {
-    run_ll_dispatch(l, DK_PHASE_BOTH, 0);
-    check_ll_dispatch(l);
-    make_expert_rows(l, round);
+    ll_dispatch_and_answer(l, round);
     new_ll_payload(other, round);
     meet(me);
     if (me->index != 0) {
@@ -147,9 +143,7 @@ static void destroyed(struct rank *me) {
       .tokens = 10, .max_tokens = 12, .hidden = 256, .experts = 2 * me->count, .topk = 3, .index_bytes = 4};
   struct team *t = make_ll_team(me, &spec, DK_TEAM_LL_COPY);
   struct ll *l = make_ll(t, &spec, 3);
-  run_ll_dispatch(l, DK_PHASE_BOTH, 0);
-  check_ll_dispatch(l);
-  make_expert_rows(l, 1);
+  ll_dispatch_and_answer(l, 1);
   meet(me);
   if (me->index != 0) run_ll_combine(l, DK_PHASE_SEND, 2);
   finish(me);

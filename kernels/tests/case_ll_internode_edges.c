@@ -74,9 +74,7 @@ static void overwritten(struct rank *me) {
   struct ll *l = make_ll(t, &spec, 3);
   t->timeout_ns = limit_ns(10);
   ll_round(l, 4);
-  run_ll_dispatch(l, DK_PHASE_BOTH, 0);
-  check_ll_dispatch(l);
-  make_expert_rows(l, 5);
+  ll_dispatch_and_answer(l, 5);
   meet(me);
   if (me->index == 0) {
     run_ll_combine(l, DK_PHASE_SEND, 2);
@@ -137,23 +135,11 @@ static void callers_rows(struct rank *me) {
   struct ll *l = make_ll(t, &spec, 3);
   for (uint64_t round = 0; round < 12; round++) {
     new_ll_payload(l, round);
-    run_ll_dispatch(l, DK_PHASE_BOTH, 0);
-    check_ll_dispatch(l);
-    make_expert_rows(l, round);
+    ll_dispatch_and_answer(l, round);
     run_ll_combine(l, DK_PHASE_BOTH, 2);
     fill(me, t->block->at[me->index] + t->rdma_offset, t->rdma_bytes, 0xff); /* next on the stream */
     check_ll_combine(l);
   }
-}
-
-static void quiet(struct team *t) {
-  dk_transport_quiet_params p = {.size = sizeof p,
-                                 .transport = t->transport,
-                                 .stream = t->me->stream,
-                                 .peer = -1,
-                                 .qp = -1,
-                                 .timeout_ns = t->timeout_ns};
-  CALL(t->me, transport_quiet, &p);
 }
 
 /* The others have sent and take no part any more (an engine's Release): rank 0 has every row, and waits for its own
@@ -163,27 +149,22 @@ static void callers_rows_of_the_last(struct rank *me) {
   spec.combine_flags = DK_LL_ZERO_COPY;
   struct team *t = make_ll_team(me, &spec, 0);
   struct ll *l = make_ll(t, &spec, 3);
+  const bool last = me->index == 0;
   for (uint64_t round = 0; round < 24; round++) {
     new_ll_payload(l, round);
-    run_ll_dispatch(l, DK_PHASE_BOTH, 0);
-    check_ll_dispatch(l);
-    make_expert_rows(l, round);
-    if (me->index == 0) {
-      meet(me);
-      run_ll_combine(l, DK_PHASE_SEND, 2);
+    ll_dispatch_and_answer(l, round);
+    if (last) meet(me);
+    run_ll_combine(l, DK_PHASE_SEND, 2);
+    if (last) {
       finish(me);
-      for (int i = 1; i < me->count; i++) __atomic_store_n(&t->status->dead[i], 1, __ATOMIC_RELEASE);
-      run_ll_combine(l, DK_PHASE_RECV, 2);
-      check_ll_combine(l);
-      for (int i = 1; i < me->count; i++) __atomic_store_n(&t->status->dead[i], 0, __ATOMIC_RELEASE);
     } else {
-      run_ll_combine(l, DK_PHASE_SEND, 2);
-      quiet(t);
-      finish(me);
+      deliver(t);
       meet(me);
-      run_ll_combine(l, DK_PHASE_RECV, 2);
-      check_ll_combine(l);
     }
+    for (int i = 1; last && i < me->count; i++) __atomic_store_n(&t->status->dead[i], 1, __ATOMIC_RELEASE);
+    run_ll_combine(l, DK_PHASE_RECV, 2);
+    check_ll_combine(l);
+    for (int i = 1; last && i < me->count; i++) __atomic_store_n(&t->status->dead[i], 0, __ATOMIC_RELEASE);
   }
 }
 
@@ -248,9 +229,7 @@ static void bytes(struct rank *me) {
   struct traffic before[MAX_SEATS], between[MAX_SEATS], after[MAX_SEATS];
   for (int i = 0; i < me->count; i++)
     if (beyond(t, i)) before[i] = traffic_to(t, i);
-  run_ll_dispatch(l, DK_PHASE_BOTH, 0);
-  check_ll_dispatch(l);
-  make_expert_rows(l, 5);
+  ll_dispatch_and_answer(l, 5);
   for (int i = 0; i < me->count; i++)
     if (beyond(t, i)) between[i] = traffic_to(t, i);
   run_ll_combine(l, DK_PHASE_BOTH, 2);

@@ -167,9 +167,7 @@ static void waits(struct rank *me) {
   ll_round(l, 1);
   meet(me);
   if (me->index == 1) pause_ms(300);
-  run_ll_dispatch(l, DK_PHASE_BOTH, 0);
-  check_ll_dispatch(l);
-  make_expert_rows(l, 2);
+  ll_dispatch_and_answer(l, 2);
   meet(me);
   if (me->index == 1) pause_ms(300);
   run_ll_combine(l, DK_PHASE_BOTH, 2);

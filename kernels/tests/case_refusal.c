@@ -395,9 +395,7 @@ static void wrong_index_on_a_device(struct rank *me) {
     struct ll *l = make_ll(t, &specs[turn % 2], 3);
     bool halves = turn == 3;
     for (uint64_t again = 0; again <= (uint64_t)(turn == 2); again++) {
-      run_ll_dispatch(l, DK_PHASE_BOTH, 0);
-      check_ll_dispatch(l);
-      make_expert_rows(l, 5 + again);
+      ll_dispatch_and_answer(l, 5 + again);
       fetch_tensor(me, l->idx);
       finish(me);
       int64_t right = ((int64_t *)l->idx.host)[3];

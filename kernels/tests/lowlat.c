@@ -225,10 +225,14 @@ void run_ll_combine(struct ll *l, uint32_t phases, uint32_t ticket) {
   if (phases & DK_PHASE_SEND) l->team->combines++;
 }
 
-void ll_round(struct ll *l, uint64_t salt) {
+void ll_dispatch_and_answer(struct ll *l, uint64_t salt) {
   run_ll_dispatch(l, DK_PHASE_BOTH, 0);
   check_ll_dispatch(l);
   make_expert_rows(l, salt);
+}
+
+void ll_round(struct ll *l, uint64_t salt) {
+  ll_dispatch_and_answer(l, salt);
   run_ll_combine(l, DK_PHASE_BOTH, 2);
   check_ll_combine(l);
 }

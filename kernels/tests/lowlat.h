@@ -50,7 +50,9 @@ dk_ll_combine_params ll_combine_params(struct ll *l, uint32_t phases, uint32_t t
 void check_ll_dispatch(struct ll *l);
 void make_expert_rows(struct ll *l, uint64_t salt);
 void check_ll_combine(struct ll *l);
-/* Dispatch, check, rows, combine, check; the second with a pause now and then between the halves of a call. */
+/* Dispatch, check, the experts' rows. */
+void ll_dispatch_and_answer(struct ll *l, uint64_t salt);
+/* The same, combine, check; the second with a pause now and then between the halves of a call. */
 void ll_round(struct ll *l, uint64_t salt);
 void ll_round_in_halves(struct ll *l, uint64_t salt);
 /* A random shape no larger than the largest. */

@@ -161,6 +161,17 @@ static void describe(const dk_failure *f, char *text, size_t size) {
            f->expected, f->seen, (double)f->waited_ns * 1e-9);
 }
 
+void deliver(struct team *t) {
+  dk_transport_quiet_params p = {.size = sizeof p,
+                                 .transport = t->transport,
+                                 .stream = t->me->stream,
+                                 .peer = -1,
+                                 .qp = -1,
+                                 .timeout_ns = t->timeout_ns};
+  if (t->transport) CALL(t->me, transport_quiet, &p);
+  finish(t->me);
+}
+
 void expect_healthy(struct team *t) {
   if (__atomic_load_n(&t->status->sticky, __ATOMIC_ACQUIRE) == 0) return;
   char text[320];

@@ -20,6 +20,19 @@ bool all_completed(const Team &team, int peer, const RemoteSent &sent) {
   return completed;
 }
 
+// Until no peer is left toward which puts are under way.
+template <class UnderWay>
+bool wait_for_own_puts(Op &op, UnderWay under_way) {
+  Team &team = op.team;
+  auto poll = [&] {
+    for (int peer = 0; peer < team.num_ranks; peer++)
+      if (under_way(peer)) return Poll::idle;
+    return Poll::done;
+  };
+  auto awaits = [&](int peer, Missing &) { return under_way(peer) && !team.masked(peer); };
+  return poll() == Poll::done || wait_until(op, poll, awaits, Awaited::own_nic);
+}
+
 }  // namespace
 
 static_assert(sizeof(SendMessage{}.qps) * 8 == kRemoteQps, "a bit each");
@@ -126,13 +139,7 @@ bool wait_for_callers_rows(Op &op, uint64_t epoch) {
     const RemoteSent &sent = remote_peer(team, peer).sent[kCombine][epoch & 1];
     return is_remote(team, peer) && sent.message.rows_in_rdma && !all_completed(team, peer, sent);
   };
-  auto poll = [&] {
-    for (int peer = 0; peer < team.num_ranks; peer++)
-      if (reads(peer)) return Poll::idle;
-    return Poll::done;
-  };
-  auto awaits = [&](int peer, Missing &) { return reads(peer) && !team.masked(peer); };
-  return poll() == Poll::done || wait_until(op, poll, awaits, Awaited::own_nic);
+  return wait_for_own_puts(op, reads);
 }
 
 // ---- Cleaning ----
@@ -151,15 +158,8 @@ void put_clean_message(Op &op, int peer, uint64_t count, uint64_t cleans) {
 
 void wait_until_delivered(Op &op) {
   Team &team = op.team;
-  auto waits = [&](int peer) {
-    return is_remote(team, peer) && !team.masked(peer) && !team.nic->idle(peer, kMessageQp);
-  };
-  auto poll = [&] {
-    for (int peer = 0; peer < team.num_ranks; peer++)
-      if (waits(peer)) return Poll::idle;
-    return Poll::done;
-  };
-  if (poll() == Poll::idle) wait_until(op, poll, [&](int peer, Missing &) { return waits(peer); }, Awaited::own_nic);
+  wait_for_own_puts(
+      op, [&](int peer) { return is_remote(team, peer) && !team.masked(peer) && !team.nic->idle(peer, kMessageQp); });
 }
 
 }  // namespace dk
