@@ -41,9 +41,8 @@ const (
 	unnoticed   = 100 * time.Millisecond
 	deathLimit  = 2 * time.Second
 	destroyed   = 2500 * time.Millisecond
-	afterLimit  = 2 * time.Second        // beyond the deadline
-	stopMargin  = 50                     // calls between the fastest rank's count and the common end, beside those of orderDelay
-	orderDelay  = 200 * time.Millisecond // until an order has reached all ranks, on a busy machine
+	afterLimit  = 2 * time.Second // beyond the deadline
+	stopMargin  = 50              // calls from the fastest rank's count to the common end, while one rank makes none
 	fillingFile = "/dev/shm/filling"
 	// The pages that construction touches: a sixteenth of a round's time, where all of them were three quarters.
 	preinit = "DEEPEP_PREINIT_BYTES=1048576"
@@ -216,7 +215,7 @@ func (s *faultSession) round(r *faultRound) (bad []string, err error) {
 	if err := s.prepare(r, folder); err != nil {
 		return nil, err
 	}
-	j := &faultJudge{round: r, began: time.Now(), events: make([]faultEvent, s.ranks), failed: make([]*faultEvent, s.ranks)}
+	j := &faultJudge{round: r, events: make([]faultEvent, s.ranks), failed: make([]*faultEvent, s.ranks)}
 	at, undo, err := s.inflict(r)
 	if err == nil && r.moves {
 		err = s.moveSurvivors(r)
@@ -348,31 +347,50 @@ func (s *faultSession) stopTogether(r *faultRound, j *faultJudge) error {
 		}
 	}
 	time.Sleep(20 * time.Millisecond) // calls after the fault
+	// One rank makes no new call until the others know the number: they can go a few calls beyond it and no further.
+	parked := (r.victim + 1) % s.ranks
+	if _, err := s.ask(parked, faultOrder{Do: "park"}, "parked", r); err != nil {
+		return err
+	}
 	var most int64
-	for rank, p := range s.all {
+	for rank := range s.all {
 		if masked && rank == r.victim {
 			continue
 		}
-		if err := p.order(faultOrder{Do: "count"}); err != nil {
-			continue
-		}
-		e, err := p.await("count", r.limit+orderLimit)
+		e, err := s.ask(rank, faultOrder{Do: "count"}, "count", r)
 		if err != nil {
-			if p.ended != nil { // collect takes it
-				continue
-			}
-			if rank == r.victim && r.fault == "close" {
-				continue
-			}
-			return fmt.Errorf("rank %d: %w (%s)", rank, err, p.reason())
+			return err
 		}
 		most = max(most, e.Count)
 	}
-	until := most + stopMargin + int64(float64(most)*float64(orderDelay)/float64(time.Since(j.began)))
-	for _, p := range s.all {
-		_ = p.order(faultOrder{Do: "until", UntilNum: until}) // a rank may have ended
+	until := faultOrder{Do: "until", UntilNum: most + stopMargin}
+	for rank := range s.all {
+		if rank == parked || masked && rank == r.victim {
+			continue
+		}
+		if _, err := s.ask(rank, until, "stopping", r); err != nil {
+			return err
+		}
 	}
-	return nil
+	if masked {
+		_ = s.all[r.victim].order(until) // which may have ended, or be stopped
+	}
+	_, err := s.ask(parked, until, "stopping", r)
+	return err
+}
+
+// ask gives a rank an order and waits for its answer, but for a rank that has ended the round, which collect finds, and
+// for one that closed a descriptor of its own.
+func (s *faultSession) ask(rank int, o faultOrder, answer string, r *faultRound) (faultEvent, error) {
+	p := s.all[rank]
+	if p.order(o) != nil || p.ended != nil { // the order stands for a rank that has ended the round too: "until" opens its gate
+		return faultEvent{}, nil
+	}
+	e, err := p.await(answer, r.limit+orderLimit)
+	if err != nil && p.ended == nil && !(rank == r.victim && r.fault == "close") {
+		return e, fmt.Errorf("rank %d: %w (%s)", rank, err, p.reason())
+	}
+	return e, nil
 }
 
 // regroup lets the survivors make a new group, and looks for what the round has left over.

@@ -15,7 +15,6 @@ import (
 // faultJudge compares what the ranks said with what is promised.
 type faultJudge struct {
 	round  *faultRound
-	began  time.Time     // of the calls
 	at     uint64        // of the fault
 	what   string        // of the fault
 	events []faultEvent  // how each rank ended the round

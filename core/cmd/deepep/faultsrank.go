@@ -25,7 +25,7 @@ import (
 
 // faultOrder is a line from `deepep faults` to a rank's process.
 type faultOrder struct {
-	Do       string `json:"do"`   // prepare, go, count, until, move, regroup
+	Do       string `json:"do"`   // prepare, go, park, count, until, move, regroup
 	Name     string `json:"name"` // of the group
 	Folder   string `json:"folder"`
 	Engine   string `json:"engine"`
@@ -46,7 +46,7 @@ type faultOrder struct {
 
 // faultEvent is a line back. Times are those of CLOCK_MONOTONIC, which all processes share.
 type faultEvent struct {
-	Event     string      `json:"event"` // ready, fault, count, masked, held, ended, regrouped
+	Event     string      `json:"event"` // ready, fault, parked, count, stopping, masked, held, ended, regrouped
 	At        uint64      `json:"at"`
 	Count     int64       `json:"count"`
 	Error     string      `json:"error,omitempty"`
@@ -79,6 +79,7 @@ type faultRank struct {
 	settled bool
 	calls   atomic.Int64
 	until   atomic.Int64 // the number of calls after which all ranks stop together; 0: none
+	gate    sync.Mutex   // held by "park" until "until": the next call waits
 	begin   chan struct{}
 	move    chan *faultOrder
 	doing   chan struct{} // closed when the round's calls have ended
@@ -93,6 +94,7 @@ func (r *faultRank) send(e faultEvent) {
 
 func (r *faultRank) serve(in io.Reader) error {
 	lines := bufio.NewScanner(in)
+	parked := false
 	for lines.Scan() {
 		var o faultOrder // a new one each time: "prepare" and "move" keep theirs
 		if err := json.Unmarshal(lines.Bytes(), &o); err != nil {
@@ -116,10 +118,19 @@ func (r *faultRank) serve(in io.Reader) error {
 			close(r.begin)
 		case "move":
 			r.move <- &o
+		case "park":
+			r.gate.Lock()
+			parked = true
+			r.send(faultEvent{Event: "parked"})
 		case "count":
 			r.send(faultEvent{Event: "count", Count: r.calls.Load()})
 		case "until":
 			r.until.Store(o.UntilNum)
+			if parked {
+				r.gate.Unlock()
+				parked = false
+			}
+			r.send(faultEvent{Event: "stopping"})
 		case "regroup":
 			<-r.doing
 			e := faultEvent{Event: "regrouped"}
@@ -427,7 +438,9 @@ func (r *faultRank) loop(m *member, o *faultOrder, e *faultEvent, stop <-chan st
 			return errPlanned
 		default:
 		}
+		r.gate.Lock()
 		n := r.calls.Add(1)
+		r.gate.Unlock()
 		if err := m.step(phase, n, e); err != nil {
 			return err
 		}
