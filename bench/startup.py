@@ -35,14 +35,14 @@ from torch.multiprocessing.spawn import spawn
 import deep_ep
 from lib import document, ranks
 from lib.normal_mode import EXPERTS, TOP_K, Case
-from lib.startup import exchange_clock, low_latency_call, normal_call
+from lib.startup import elastic_buffer, elastic_call, exchange_clock, low_latency_call, normal_call
 from lib.tables import Table, duration, machine, median
 
 CALLS = 20
 STEADY = slice(5, CALLS)  # calls 6 to 20
 CALLS_AFTER_WORK = 5
 WORK = {str(i): [i] * 20 for i in range(1000)}, b"\1" * (8 << 20)  # zeros would have no pages of their own
-MODES = ("normal", "low latency")
+NORMAL, LOW_LATENCY, V2 = MODES = ("normal", "low latency", "V2")
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,7 @@ VARIANTS = {
     "warm-up, sizes by hints": Variant({"preinitialize": True}, True, "hint"),
     "warm-up, no shape": Variant({"preinitialize": True}, True),
 }
+V2_VARIANTS = ("plain", "warm-up, shape of the constructor")  # which always has the shape, and no preinitialize
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -71,9 +72,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--engine", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--ranks", type=int, default=4, help="processes, one a GPU (4)")
     parser.add_argument("--lives", type=int, default=9, help="buffers, each in fresh processes, of each variant (9)")
-    parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES, help="(both)")
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES, help="(all)")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS), metavar="NAME", help="(all)")
-    parser.add_argument("--tokens", type=int, nargs=2, default=(512, 128), help="normal, low latency (512 128)")
+    parser.add_argument("--tokens", type=int, nargs=2, default=(512, 128), help="normal and V2, low latency (512 128)")
     parser.add_argument("--hidden", type=int, default=7168, help="(7168)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure there, after each life")
     parser.add_argument("--read", type=Path, metavar="FILE", help="measure nothing: take the figures from there")
@@ -93,9 +94,16 @@ def mark(engine: str) -> str:
     return f"bench/startup {engine}"
 
 
-def sizes(case: Case, low_latency: bool) -> dict[str, int]:
+def case_of(options: argparse.Namespace, mode: str) -> Case:
+    """The shape of a mode's calls."""
+    return Case(options.ranks, options.tokens[mode == LOW_LATENCY], options.hidden)
+
+
+def sizes(case: Case, mode: str) -> dict[str, int]:
     """The bytes that Buffer() needs. Asking for them tells the library the shape."""
-    if low_latency:
+    if mode == V2:
+        return {}
+    if mode == LOW_LATENCY:
         hint = deep_ep.Buffer.get_low_latency_rdma_size_hint(case.tokens, case.hidden, case.ranks, EXPERTS)
         return {"num_rdma_bytes": hint}
     config = deep_ep.Buffer.get_dispatch_config(case.ranks)
@@ -120,14 +128,12 @@ def timed(call: Callable[[], None], team: ranks.Team) -> float:
     return time.perf_counter() - start
 
 
-def run_rank(rank: int, options: argparse.Namespace, low_latency: bool, name: str, folder: str) -> None:
+def run_rank(rank: int, options: argparse.Namespace, mode: str, name: str, folder: str) -> None:
     """One rank's life."""
     variant = VARIANTS[name]
     team = ranks.join(rank, options.ranks, f"{folder}/rendezvous", [options.ranks], options.engine)[options.ranks]
-    case = Case(options.ranks, options.tokens[int(low_latency)], options.hidden)
-    bytes_needed: dict[str, Any] = (
-        json.loads(os.environ["STARTUP_SIZES"]) if not variant.shape else sizes(case, low_latency)
-    )
+    case = case_of(options, mode)
+    bytes_needed: dict[str, Any] = json.loads(os.environ["STARTUP_SIZES"]) if not variant.shape else sizes(case, mode)
     shape: dict[str, Any] = {
         "num_tokens": case.tokens,
         "hidden": case.hidden,
@@ -139,16 +145,24 @@ def run_rank(rank: int, options: argparse.Namespace, low_latency: bool, name: st
     team.meet()
     with exchange_clock() as clock:
         start = time.perf_counter()
-        buffer = deep_ep.Buffer(
-            team.group, explicitly_destroy=True, engine=options.engine, low_latency_mode=low_latency,
-            **bytes_needed, **variant.options, **told,
-        )  # fmt: skip
+        if mode == V2:
+            buffer: Any = elastic_buffer(team, case)
+        else:
+            buffer = deep_ep.Buffer(
+                team.group, explicitly_destroy=True, engine=options.engine, low_latency_mode=mode == LOW_LATENCY,
+                **bytes_needed, **variant.options, **told,
+            )  # fmt: skip
         figures["construct"] = time.perf_counter() - start - clock.seconds
-    call = (low_latency_call if low_latency else normal_call)(buffer, team, case)
+    calls: dict[str, Callable[..., Callable[[], None]]]
+    calls = {NORMAL: normal_call, LOW_LATENCY: low_latency_call, V2: elastic_call}
+    call = calls[mode](buffer, team, case)
     start = time.perf_counter()
-    if variant.warm:
+    if variant.warm and mode == V2:
+        buffer.warmup(EXPERTS)
+        team.finish()
+    elif variant.warm:
         given: dict[str, Any] = dict(shape) if variant.shape == "call" else {}
-        if given and low_latency:
+        if given and mode == LOW_LATENCY:
             given["num_max_dispatch_tokens_per_rank"] = given.pop("num_tokens")
         buffer.warmup(**given)
         team.finish()
@@ -159,7 +173,8 @@ def run_rank(rank: int, options: argparse.Namespace, low_latency: bool, name: st
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
         rounds.append(timed(call, team))
         faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
-        report = report or buffer.startup_report()
+        if mode != V2:
+            report = report or buffer.startup_report()
     rounds_after_work = []
     for _ in range(CALLS_AFTER_WORK):
         other_work()
@@ -179,12 +194,11 @@ def run_rank(rank: int, options: argparse.Namespace, low_latency: bool, name: st
     ranks.leave()
 
 
-def life(options: argparse.Namespace, low_latency: bool, name: str) -> dict[str, Any]:
+def life(options: argparse.Namespace, mode: str, name: str) -> dict[str, Any]:
     """Runs one life and returns its figures."""
-    case = Case(options.ranks, options.tokens[int(low_latency)], options.hidden)
-    os.environ["STARTUP_SIZES"] = json.dumps(sizes(case, low_latency))
+    os.environ["STARTUP_SIZES"] = json.dumps(sizes(case_of(options, mode), mode))
     with tempfile.TemporaryDirectory(prefix="bench_startup_") as folder:
-        spawn(run_rank, (options, low_latency, name, folder), nprocs=options.ranks)  # type: ignore[no-untyped-call]
+        spawn(run_rank, (options, mode, name, folder), nprocs=options.ranks)  # type: ignore[no-untyped-call]
         return json.loads(Path(folder, "result.json").read_text())  # type: ignore[no-any-return]
 
 
@@ -195,8 +209,10 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     for turn in range(options.lives):
         for mode in options.modes:
             for name in options.variants:
+                if mode == V2 and name not in V2_VARIANTS:
+                    continue
                 lives = found["lives"].setdefault(mode, {}).setdefault(name, [])
-                lives.append(life(options, mode == MODES[1], name))
+                lives.append(life(options, mode, name))
                 last = lives[-1]
                 shown = f"first {last['calls'][0] * 1e3:.2f} ms, first ÷ steady {ratio_of(last):.2f}"
                 print(f"{turn + 1} of {options.lives}, {mode}, {name}: {shown}", file=sys.stderr, flush=True)
@@ -234,9 +250,10 @@ def table(found: dict[str, Any]) -> Table:
     result = Table(
         f"{found['engine'].upper()} engine",
         f"Normal mode: layout + dispatch + combine of {normal} tokens {shape}; low latency: FP8 dispatch + combine of "
-        f"{low_latency} tokens. Each buffer in fresh processes; medians of {lives}; a time is the slowest rank's, "
-        "steady is the median of calls 6 to 20. After work: later calls, each after 5 ms of the host's other work. "
-        "Ratios are the medians of the buffers' own. Page faults: of the first call, of the rank that has most. "
+        f"{low_latency} tokens; V2: dispatch + combine, as normal mode. Each buffer in fresh processes; medians of "
+        f"{lives}; a time is the slowest rank's, steady is the median of calls 6 to 20. After work: later calls, each "
+        "after 5 ms of the host's other work. Ratios are the medians of the buffers' own. "
+        "Page faults: of the first call, of the rank that has most. "
         f"{found['machine']}.",
         [
             "mode, variant",
@@ -275,12 +292,14 @@ def draw(found: dict[str, Any], path: Path) -> None:
     import matplotlib.pyplot as plt
 
     matplotlib.rcParams |= {"svg.hashsalt": path.stem, "svg.fonttype": "none"}  # the same figures give the same file
-    figure, panels = plt.subplots(1, len(found["lives"]), figsize=(10, 4.2), sharey=True, squeeze=False)
-    colours = ("#999999", "#d1495b", "#1f6fb4", "#2e8b57", "#e0a030", "#7b4fa3")
+    modes = len(found["lives"])
+    figure, panels = plt.subplots(1, modes, figsize=(4.7 * modes, 4.2), sharey=True, squeeze=False)
+    shades = ("#999999", "#d1495b", "#1f6fb4", "#2e8b57", "#e0a030", "#7b4fa3")
+    colours = dict(zip(VARIANTS, shades, strict=True))
     for axes, (mode, variants) in zip(panels[0], found["lives"].items(), strict=True):
-        for (name, lives), colour in zip(variants.items(), colours, strict=False):
+        for name, lives in variants.items():
             calls = [median([one["calls"][i] / steady(one) for one in lives]) for i in range(CALLS)]
-            axes.plot(range(1, CALLS + 1), calls, "o-", color=colour, label=name, linewidth=1.4, markersize=3)
+            axes.plot(range(1, CALLS + 1), calls, "o-", color=colours[name], label=name, linewidth=1.4, markersize=3)
         axes.axhline(1.2, color="#555555", linewidth=0.8, linestyle=":")
         axes.set(title=f"{mode}, {found['engine'].upper()} engine", xlabel="call of a new buffer")
         axes.set_yscale("log")
@@ -291,7 +310,7 @@ def draw(found: dict[str, Any], path: Path) -> None:
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
     panels[0][0].set_ylabel("time ÷ steady call")
-    panels[0][-1].legend(frameon=False, fontsize=8)
+    max(panels[0], key=lambda axes: len(axes.lines)).legend(frameon=False, fontsize=8)
     figure.tight_layout()
     figure.savefig(path, format="svg", metadata={"Date": None})
     print(path)

@@ -345,7 +345,7 @@ class ElasticMode:
 
     def __init__(self, core: Core, normal: NormalMode, multiple_reduction: bool, hybrid: bool) -> None:
         self._core = core
-        self._normal = normal
+        self._normal, self.row_cache = normal, normal._row_cache
         self._unreduced = not multiple_reduction
         self._direct = not hybrid
 
@@ -497,7 +497,7 @@ class ElasticMode:
             _torch.check("topk_weights", topk_weights, core.device, (FLOAT32,), shape)
         config = self.config(1, num_sms)
         with order.context:
-            combined = _torch.like(x, num_tokens, hidden)
+            combined = self._normal.output_like(x, num_tokens, hidden)
             weights = None if topk_weights is None else _torch.like(topk_weights, num_tokens, num_topk)
         native = self._native(handle, arrived, rows if expand else 0)
         args = _COMBINE(
@@ -571,14 +571,12 @@ class ElasticMode:
 
     def rows_for(self, x: Tensor, rows: int) -> Placed:
         """recv_x where torch's allocator alone will not do, and the segment and the offset there of its rows."""
-        core, cache = self._core, self._normal._row_cache
+        core = self._core
         pool = core.native.rows
         if pool is not None and rows:
             recv_x, offset = pool.place(x, rows) or (None, None)
             return (recv_x, -1, 0) if offset is None else (recv_x, pool.index, offset)
-        if core.host_stream and cache.serves(rows * int(x.shape[1]) * x.itemsize):
-            return cache.empty((rows, int(x.shape[1])), x.dtype), -1, 0
-        return None, -1, 0
+        return self.row_cache.rows_like(x, rows) if core.host_stream else None, -1, 0
 
     def _rows(self, x: Tensor, rows: int) -> tuple[Tensor, int, int]:
         recv_x, segment, offset = self.rows_for(x, rows)

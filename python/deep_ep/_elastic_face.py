@@ -18,7 +18,7 @@ from ._elastic import TENSORS, Combined, Dispatched, ElasticMode, EPHandle, Orde
 from ._face import DATA, HANDLE, Entry, Given, New, Program, Site, Source, address, constant, number, size, stride
 from ._normal_face import EXCHANGE, Missing, cancel, counts_waiter, deliver
 from ._ordering import Ordered
-from ._torch import BF16, FLOAT32, INDEX_TYPES, INT32, OptionalTensor, Tensor
+from ._torch import FLOAT32, INDEX_TYPES, INT32, OptionalTensor, Tensor
 from .utils.event import EventOverlap, no_event
 
 _ROWS = (0,)  # the dimensions that may have any length: the first
@@ -69,7 +69,7 @@ class ElasticFace:
         self._worst = Site(core, (*_FRESH, _ROWS), 7, 3, strided=(SCALES,))
         of_handle = _ROWS, *_MADE  # topk_idx and library_tensors; with _CHOSEN what _of_handle gives
         self._again = Site(core, (_ROWS, _ROWS, _ROWS, _ROWS, *of_handle), len(_CHOSEN) + 10, 5, strided=(SCALES,))
-        self._combine = Site(core, (_ROWS, _ROWS, _ROWS, _ROWS, *of_handle), len(_CHOSEN) + 2, 1)
+        self._combine = Site(core, (_ROWS, _ROWS, _ROWS, _ROWS, _ROWS, *of_handle), len(_CHOSEN) + 2, 1)
 
     # ---- calls. They return the result of ElasticBuffer's method, or why there is none: nothing was launched then
 
@@ -210,8 +210,11 @@ class ElasticFace:
         first, second = bias if type(bias) is tuple and len(bias) == 2 else (bias, None)
         held = _of_handle(handle)
         exchange = getattr(handle.token_metadata_at_forward, EXCHANGE, 0)
-        got = self._combine.run_ordered(ordered, x, topk_weights, first, second, *held, num_sms, num_qps, exchange)
-        return got if type(got) is tuple else Missing.of(got)
+        given = self._mode.row_cache.sums_like(x, held[0]) if self._core.host_stream else None
+        got = self._combine.run_ordered(
+            ordered, x, topk_weights, first, second, given, *held, num_sms, num_qps, exchange
+        )
+        return got if type(got) is tuple else Missing.of(got, given)
 
     # ---- plans, from a call of their kind that has passed every check
 
@@ -220,7 +223,7 @@ class ElasticFace:
         if _torch.has_views(inputs[X], inputs[SCALES]):
             (self._worst if kind.worst else self._notify).add(missing.key, None)
         elif kind.worst:
-            self._add_worst(missing.key, inputs, kind, missing.recv_x)
+            self._add_worst(missing.key, inputs, kind, missing.out)
         else:
             self._add_notify(missing.key, inputs, kind)
 
@@ -300,11 +303,11 @@ class ElasticFace:
         native = self._handle(p, handle.topk_idx, kind.shape, address(idx), made, size(idx, 0), arrived, expanded,
                               exchange)  # fmt: skip
         args = self._dispatch_args(p, (x, scales), topk_weights, weights, handle.topk_idx, kind, rows, native,
-                                   missing.recv_x, given, segment, offset, column)  # fmt: skip
+                                   missing.out, given, segment, offset, column)  # fmt: skip
         p.write(args, _abi.DispatchArgs, "cached", constant(1))
         config = constant(ctypes.addressof(kind.config))
         p.call(self._lib.deepep_dispatch, args, _face.call_struct(p, config, 5))
-        received = Entry(0) if missing.recv_x is None else Given(given)
+        received = Entry(0) if missing.out is None else Given(given)
         p.result((New(EventOverlap), received, *(Entry(i) for i in range(1, 4))))
         self._again.add(missing.key, p)
 
@@ -320,7 +323,7 @@ class ElasticFace:
         """Results: combined_x and combined_topk_weights. `config` lives as long as the buffer."""
         core, p = self._core, Program(self._core.device)
         num_topk, hidden, expand = int(handle.topk_idx.shape[1]), int(x.shape[1]), bool(handle.do_expand)
-        idx, first = 4, 5
+        idx, first = 5, 6
         rows, tokens, arrived = size(0, 0), size(idx, 0), size(first + METADATA, 0)
         for place in (first + SLOTS, first + HEAD):
             p.same(size(place, 0), tokens)
@@ -331,7 +334,7 @@ class ElasticFace:
         for place, bias in enumerate(biases, start=2):
             if bias is not None:
                 p.same(size(place, 0), tokens)
-        combined = p.output(BF16, tokens, constant(hidden))
+        combined = p.rows(x, tokens, missing.out, 4)
         weights = p.none() if topk_weights is None else p.output(FLOAT32, tokens, constant(num_topk))
         shape = Shape(
             num_topk, handle.num_experts, handle.expert_alignment, handle.num_max_tokens_per_rank, expand,
@@ -353,7 +356,7 @@ class ElasticFace:
         p.write_at(bias_at + 8, address(3))
         chosen = constant(ctypes.addressof(config))
         p.call(self._lib.deepep_combine, place, _face.call_struct(p, chosen, 1))
-        p.result((Entry(0), Entry(1), New(EventOverlap)))
+        p.result((Entry(0) if missing.out is None else Given(4), Entry(1), New(EventOverlap)))
         self._combine.add(missing.key, p)
 
     # ---- parts of plans
@@ -454,12 +457,7 @@ class ElasticFace:
         )  # fmt: skip
         sources = {"num_tokens": size(X, 0), "x": address(X), "handle": p.blob(handle)}
         sources |= {"recv_segment": segment, "recv_segment_offset": offset, "topk_weights": address(weights_at)}
-        if recv_x is None:
-            sources["recv_x"] = p.output(x.dtype, rows, constant(x.shape[1]))
-        else:
-            p.none()
-            p.same(size(recv_at, 0), rows)
-            sources["recv_x"] = address(recv_at)
+        sources["recv_x"] = p.rows(x, rows, recv_x, recv_at)
         if scales is None:
             p.none()
         else:

@@ -19,7 +19,7 @@ from typing import Any
 from . import _abi, _torch
 from ._lib import library
 from ._native import Launch
-from ._torch import DType
+from ._torch import DType, OptionalTensor
 from .errors import switch
 from .utils.event import EventHandle, EventOverlap
 
@@ -272,6 +272,17 @@ class Program:
             [slab, *kinds, len(sizes), int(bool(strides)), *lengths, *strides, *([0] if strides else [])]
         )
         return output(len(self._outputs) - 1)
+
+    def rows(self, x: OptionalTensor, count: Source, given: OptionalTensor, place: int) -> Source:
+        """Adds `count` rows like those of x to the outputs, or None where the call has them at `place`: `given`, such a
+        call's. Returns their address.
+        """
+        assert x is not None
+        if given is None:
+            return self.output(x.dtype, count, constant(x.shape[1]))
+        self.none()
+        self.same(size(place, 0), count)
+        return address(place)
 
     def none(self) -> Source:
         """Adds None to the outputs. Returns 0."""

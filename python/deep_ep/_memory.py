@@ -137,6 +137,17 @@ class RowCache:
             return _torch.empty_like(prototype)
         return self.empty(prototype.shape, prototype.dtype)
 
+    def rows_like(self, x: Tensor, count: int) -> Tensor | None:
+        """`count` rows like those of a matrix; None for the caller to allocate outputs that lie in no block."""
+        hidden = x.size(1)
+        return self.empty((count, hidden), x.dtype) if self.serves(count * hidden * x.itemsize) else None
+
+    def sums_like(self, x: object, tokens: object) -> Tensor | None:
+        """The same, a row for each of another matrix; None also where one of them is no matrix."""
+        if type(x) is not Tensor or type(tokens) is not Tensor or x.dim() != 2 or tokens.dim() != 2:
+            return None
+        return self.rows_like(x, tokens.size(0))
+
     def serves(self, count: int) -> bool:
         """Whether outputs of so many bytes lie in blocks."""
         return count >= self.MIN_BYTES and self._max_blocks > 0

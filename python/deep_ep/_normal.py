@@ -18,7 +18,7 @@ from .utils import EventOverlap
 
 INTRANODE_ENTRIES, INTERNODE_ENTRIES = NUM_ENTRIES, 10
 MAX_OFFSET = 2**30  # an int32 index has room for any local expert beyond it
-BLOCKS_KEPT = 4  # blocks of received rows that the CPU engine uses again
+BLOCKS_KEPT = 6  # blocks of rows and sums that the CPU engine uses again
 
 Rows = Tensor | tuple[Tensor, Tensor]  # rows of any dtype, or rows of one of 1 byte with their scales
 Handle = tuple[Tensor, ...]
@@ -457,7 +457,7 @@ class NormalMode:
             result = self._combine(x, handle, topk_weights, bias, native_config, order)
             if face is not None and missing is not None:
                 biases = bias if isinstance(bias, tuple) else (bias, None)
-                face.add_combine(missing.key, x, topk_weights, biases)
+                face.add_combine(missing, x, topk_weights, biases)
         return result
 
     def _combine(
@@ -480,7 +480,7 @@ class NormalMode:
             _torch.check("topk_weights", topk_weights, core.device, (FLOAT32,), (rows, None))
             num_topk = int(topk_weights.shape[1])
         with order.context:
-            combined = _torch.like(x, num_tokens, hidden)
+            combined = self.output_like(x, num_tokens, hidden)
             weights = None if topk_weights is None else _torch.like(topk_weights, num_tokens, num_topk)
         native_handle = tensors.native(rows)
         args = _abi.sized(
@@ -502,13 +502,17 @@ class NormalMode:
 
     # ---- helpers
 
+    def output_like(self, x: Tensor, *shape: int) -> Tensor:
+        """Memory of x's dtype and device: the CPU engine's may be that of earlier outputs."""
+        return self._row_cache.empty(shape, x.dtype) if self._core.host_stream else _torch.like(x, *shape)
+
     def _receive(self, payload: Payload, rows: int, topk_idx: OptionalTensor, topk_weights: OptionalTensor) -> Received:
         core = self._core
         shape, pool, x = (rows, payload.x.shape[1]), core.native.rows, None
         if pool is not None and rows:
             x = pool.rows_like(payload.x, rows)
         if x is None:
-            x = self._row_cache.empty(shape, payload.x.dtype) if core.host_stream else _torch.like(payload.x, *shape)
+            x = self.output_like(payload.x, *shape)
         return Received(x, payload, topk_idx, topk_weights)
 
     def _dispatch_args(self, payload: Payload, native_handle: Any, received: Received) -> Any:

@@ -18,7 +18,7 @@ from ._face import DATA, HANDLE, Entry, Given, New, Program, Site, Source, addre
 from ._memory import RowCache
 from ._native import Launch
 from ._ordering import Ordered, Ordering
-from ._torch import BF16, BOOL, FLOAT32, INDEX_TYPES, INT32, INT64, OptionalTensor, Tensor
+from ._torch import BOOL, FLOAT32, INDEX_TYPES, INT32, INT64, OptionalTensor, Tensor
 from .utils.event import EventOverlap, no_event
 
 # Attribute of a handle's matrix: the exchange of counts that it is from. A copy of the tensor has none: not compared.
@@ -34,17 +34,17 @@ _FRESH = (_ROWS, _ROWS, (), _ROWS, (), _ROWS, _ROWS)
 
 
 class Missing:
-    """A plan that is not there: its key, and the recv_x of the call."""
+    """A plan that is not there: its key, and the call's recv_x or combined_x."""
 
-    __slots__ = ("key", "recv_x")
+    __slots__ = ("key", "out")
 
-    def __init__(self, key: bytes, recv_x: OptionalTensor) -> None:
-        self.key, self.recv_x = key, recv_x
+    def __init__(self, key: bytes, out: OptionalTensor) -> None:
+        self.key, self.out = key, out
 
     @classmethod
-    def of(cls, key: bytes | None, recv_x: OptionalTensor = None) -> Missing | None:
+    def of(cls, key: bytes | None, out: OptionalTensor = None) -> Missing | None:
         """None for a call of which there can be no plan."""
-        return None if key is None else cls(key, recv_x)
+        return None if key is None else cls(key, out)
 
 
 def counts_waiter(core: Core) -> Callable[[int, int], tuple[int, list[int]]]:
@@ -134,7 +134,7 @@ class NormalFace:
         self._dispatch = Site(core, (*_FRESH, (), _ROWS, _ROWS), 0, 6, strided=(SCALES,))
         self._worst = Site(core, (*_FRESH, _ROWS), 2, 3, strided=(SCALES,))
         self._cached = Site(core, (_ROWS, _ROWS, *handle, _ROWS), 0, 4, strided=(SCALES,))
-        self._combine = Site(core, (_ROWS, _ROWS, _ROWS, _ROWS, *handle), 0, 2)
+        self._combine = Site(core, (_ROWS, _ROWS, _ROWS, _ROWS, *handle, _ROWS), 0, 2)
 
     # ---- calls. They return the result of Buffer's method, or why there is none: nothing was launched then
 
@@ -227,9 +227,12 @@ class NormalFace:
             return None
         matrix, _, _, source, _, head = handle
         first, second = bias if type(bias) is tuple and len(bias) == 2 else (bias, None)
+        given = self._row_cache.sums_like(x, head) if self._core.host_stream else None
         exchange = getattr(matrix, EXCHANGE, 0)
-        got = self._combine.run_ordered(ordered, x, topk_weights, first, second, matrix, head, source, exchange, config)
-        return got if type(got) is tuple else Missing.of(got)
+        got = self._combine.run_ordered(
+            ordered, x, topk_weights, first, second, matrix, head, source, given, exchange, config
+        )
+        return got if type(got) is tuple else Missing.of(got, given)
 
     # ---- their parts
 
@@ -242,9 +245,7 @@ class NormalFace:
                 return None, -1, 0
             recv_x, offset = pool.place(x, rows) or (None, None)
             return (recv_x, -1, 0) if offset is None else (recv_x, pool.index, offset)
-        if core.host_stream and self._row_cache.serves(rows * x.shape[1] * x.itemsize):
-            return self._row_cache.empty((rows, x.shape[1]), x.dtype), -1, 0
-        return None, -1, 0
+        return self._row_cache.rows_like(x, rows) if core.host_stream else None, -1, 0
 
     # ---- plans, from a call of their kind that has passed every check
 
@@ -273,7 +274,7 @@ class NormalFace:
         if _torch.has_views(x):
             (self._worst if worst else self._notify).add(missing.key, None)
         elif worst:
-            self._add_worst(missing.key, inputs, missing.recv_x, alignment, worst)
+            self._add_worst(missing.key, inputs, missing.out, alignment, worst)
         else:
             self._add_notify(missing.key, inputs, alignment)
 
@@ -296,7 +297,7 @@ class NormalFace:
         p = self._fresh(inputs)
         rows, token, exchange, segment, offset, config = (number(i) for i in range(6))
         p.same(size(8, 0), size(X, 0))
-        x_out = self._rows(p, inputs[X], recv_x, 9, rows)
+        x_out = p.rows(inputs[X], rows, recv_x, 9)
         source = p.output(INT32, rows, slab=DATA)
         handle = self._handle(p, rows, size(X, 0), address(7), address(8), source, exchange)
         args = self._dispatch_args(p, inputs, rows, handle, x_out, segment, offset)
@@ -317,7 +318,7 @@ class NormalFace:
         segment, offset, config = (number(i) for i in range(3))
         rows = constant(worst)
         matrix, head = self._matrices(p)
-        x_out = self._rows(p, inputs[X], recv_x, 7, rows)
+        x_out = p.rows(inputs[X], rows, recv_x, 7)
         source = p.output(INT32, rows, slab=HANDLE)
         handle = self._handle(p, rows, size(X, 0), matrix, head, source, constant(0))
         notify = self._notify_args(p, inputs, alignment, worst, handle)
@@ -348,18 +349,18 @@ class NormalFace:
         p.same(size(3, 0), size(0, 0))
         if scales is not None:
             p.same(size(1, 0), size(0, 0))
-        x_out = self._rows(p, x, missing.recv_x, 5, rows)
+        x_out = p.rows(x, rows, missing.out, 5)
         handle = self._handle(p, rows, size(3, 0), address(2), address(3), address(4), exchange)
         inputs = (x, scales, None, None, None, None, None)
         args = self._dispatch_args(p, inputs, rows, handle, x_out, segment, offset)
         p.write(args, _abi.DispatchArgs, "cached", constant(1))
         p.call(self._lib.deepep_dispatch, args, _face.call_struct(p, config, 4))
-        received: Any = Entry(0) if missing.recv_x is None else Given(5)
+        received: Any = Entry(0) if missing.out is None else Given(5)
         p.result((received if scales is None else (received, Entry(1)), None, None, None, None, New(EventOverlap)))
         self._cached.add(missing.key, p)
 
     def add_combine(
-        self, key: bytes, x: Tensor, topk_weights: OptionalTensor, biases: tuple[OptionalTensor, OptionalTensor]
+        self, missing: Missing, x: Tensor, topk_weights: OptionalTensor, biases: tuple[OptionalTensor, OptionalTensor]
     ) -> None:
         """Results: those of Buffer.combine."""
         p = Program(self._core.device)
@@ -370,7 +371,7 @@ class NormalFace:
         for place, bias in enumerate(biases, start=2):
             if bias is not None:
                 p.same(size(place, 0), tokens)
-        combined = p.output(BF16, tokens, constant(hidden))
+        combined = p.rows(x, tokens, missing.out, 7)
         num_topk = 0 if topk_weights is None else int(topk_weights.shape[1])
         weights = p.none() if topk_weights is None else p.output(FLOAT32, tokens, constant(num_topk))
         handle = self._handle(p, rows, tokens, address(4), address(5), address(6), number(0))
@@ -382,8 +383,8 @@ class NormalFace:
         p.write_at(first, address(2))
         p.write_at(first + 8, address(3))
         p.call(self._lib.deepep_combine, args, _face.call_struct(p, number(1), 2))
-        p.result((Entry(0), Entry(1), New(EventOverlap)))
-        self._combine.add(key, p)
+        p.result((Entry(0) if missing.out is None else Given(7), Entry(1), New(EventOverlap)))
+        self._combine.add(missing.key, p)
 
     # ---- parts of plans
 
@@ -434,15 +435,6 @@ class NormalFace:
             notify, num_tokens=size(X, 0), num_tokens_per_rank=address(PER_RANK), handle=p.blob(handle),
             num_tokens_per_expert=address(PER_EXPERT), is_token_in_rank=address(IN_RANK),
         )  # fmt: skip
-
-    def _rows(self, p: Program, x: OptionalTensor, recv_x: OptionalTensor, place: int, rows: Source) -> Source:
-        """Where recv_x is: an output, or the tensor of the call at `place`, which has so many rows."""
-        assert x is not None
-        if recv_x is None:
-            return p.output(x.dtype, rows, constant(x.shape[1]))
-        p.none()
-        p.same(size(place, 0), rows)
-        return address(place)
 
     def _dispatch_args(
         self,

@@ -23,7 +23,6 @@ LADDER = (1, 4, 16, 64)
 MOST_TOKENS = 4096  # of a rank, as in the library
 ROUNDS = 2  # of normal mode: the first one's memory goes back to the allocators, which the second takes it from
 MOST_INT = 2**31 - 1
-LARGEST_BLOCK = 2**25 - 2**16  # bytes; glibc (DEFAULT_MMAP_THRESHOLD_MAX) does not go by larger ones
 CHANNELS_OF_SCALE = 128  # of V2's FP8 rows
 FAST_ROUNDS = 4  # where calls take microseconds: Python's own code has its speed from about the fourth call on
 
@@ -78,8 +77,6 @@ def warm_up(buffer: Buffer, options: Any) -> None:
     wanted, options.max_ms = options.max_ms, max(1, (options.max_ms or 2000) // 2)
     native.check(call(native, ctypes.byref(options)))
     options.max_ms = wanted
-    if core.host_stream:
-        _keep_freed_memory()
     found = native_report(buffer)
     if found.ll_num_max_tokens:
         shape = Shape(found.ll_num_max_tokens, found.ll_hidden, found.ll_num_topk, found.ll_num_experts)
@@ -95,15 +92,6 @@ def warm_up(buffer: Buffer, options: Any) -> None:
     options.part = _abi.WARMUP_END
     native.check(call(native, ctypes.byref(options)))
     buffer.check()
-
-
-def _keep_freed_memory() -> None:
-    """Lets glibc keep up to 64 MiB of freed memory for the next outputs, and take blocks below 32 MiB from it.
-
-    glibc sets both limits by the largest block that it had mapped by itself and has unmapped. By the warm-up's own
-    blocks they are so low that pages go back to the host after it, and calls bring them in again.
-    """
-    _torch.empty((LARGEST_BLOCK,), _torch.UINT8, _torch.CPU)
 
 
 def _routing(shape: Shape, device: Any) -> tuple[Tensor, Tensor]:

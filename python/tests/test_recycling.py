@@ -16,6 +16,7 @@ import torch
 
 import cases
 import checks
+import elastic
 import lowlat
 import normal
 from cases import Case
@@ -27,8 +28,8 @@ pytestmark = pytest.mark.skipif(
 CASE = Case((16, 9, 0, 12), hidden=512, experts=8, topk=3)
 B = 16
 HOOK = {"return_recv_hook": True}
-# More than a megabyte of rows on each rank, so that keeping them for the next call is worth it.
-BIG = Case((110, 90, 120, 100), hidden=2048, experts=8, topk=7)
+# More than a megabyte of rows and of sums on each rank, so that keeping them for the next call is worth it.
+BIG = Case((290, 270, 300, 280), hidden=2048, experts=8, topk=7)
 
 
 @contextmanager
@@ -327,6 +328,47 @@ def test_rows_in_flight(pool):
     pool.run(4, rank_rows_in_flight)
 
 
+def rank_sums_in_flight(ctx):
+    """The same for the sums of a combine."""
+    with normal.buffer_of(ctx) as buffer:
+        exchange = normal.dispatch_and_check(ctx, buffer, BIG)
+        for turn in range(4):
+            dropped = torch.full_like(exchange.recv_x, turn + 1.5)
+            buffer.combine(dropped, exchange.handle, async_finish=True)
+            gc.collect()
+            normal.combine(ctx, buffer, exchange, seed=turn, async_finish=True)
+
+
+def test_sums_in_flight(pool):
+    pool.run(4, rank_sums_in_flight)
+
+
+def rank_sums_used_again(ctx, v2):
+    """Sums that no one holds give their memory to the next call's; sums that are held keep it."""
+    with elastic.buffer_of(ctx, num_max=300, hidden=BIG.hidden) if v2 else normal.buffer_of(ctx) as buffer:
+        if v2:
+            call = elastic.dispatch(ctx, buffer, elastic.expect(BIG, 300), BIG)
+            combine = elastic.combine
+        else:
+            call, combine = normal.dispatch_and_check(ctx, buffer, BIG), normal.combine
+        seen = []
+        for turn in range(6):
+            sums = combine(ctx, buffer, call, seed=turn)[0]
+            seen.append(sums.data_ptr())
+            del sums
+        cache = (buffer._mode if v2 else buffer)._normal._row_cache
+        assert seen[-1] in [block.storage.data_ptr() for block in cache._blocks]
+        assert len(set(seen[1:])) == 1, f"sums that nobody held were at {seen}"  # the first call has no plan yet
+        kept = [combine(ctx, buffer, call, seed=turn)[0] for turn in range(8)]
+        assert len({sums.data_ptr() for sums in kept}) == len(kept)
+
+
+@pytest.mark.skipif(torch.version.cuda is not None and torch.cuda.is_available(), reason="the CPU engine's memory")
+@pytest.mark.parametrize("v2", [False, True])
+def test_sums_used_again(pool, v2):
+    pool.run(4, rank_sums_used_again, v2)
+
+
 def rank_rows_memory(ctx):
     """Rows that are dropped take no more memory than those of a few calls; kept rows stay apart."""
     with normal.buffer_of(ctx) as buffer:
@@ -335,7 +377,7 @@ def rank_rows_memory(ctx):
         for _ in range(3):
             buffer.dispatch(x, handle=exchange.handle)
         before = resident()
-        for _ in range(100):  # a megabyte and a half each
+        for _ in range(100):  # four megabytes each
             buffer.dispatch(x, handle=exchange.handle)
         assert resident() - before < 60_000, f"grew by {resident() - before} kB"
         kept = [normal.dispatch_and_check(ctx, buffer, BIG.but(seed=turn)) for turn in range(4)]
@@ -393,10 +435,11 @@ def test_disturbed_outputs(pool, name, use_fp8):
 
 
 def rank_rows_disturbed(ctx, name):
-    """The same for the rows of normal mode."""
+    """The same for the rows and sums of normal mode."""
     with normal.buffer_of(ctx) as buffer:
         for turn in range(3):
             exchange = normal.dispatch_and_check(ctx, buffer, BIG.but(seed=turn))
+            DISTURB[name](normal.combine(ctx, buffer, exchange)[0])
             DISTURB[name](exchange.recv_x)
             del exchange
             gc.collect()
