@@ -227,7 +227,10 @@ class NormalFace:
             return None
         matrix, _, _, source, _, head = handle
         first, second = bias if type(bias) is tuple and len(bias) == 2 else (bias, None)
-        given = self._row_cache.sums_like(x, head) if self._core.host_stream else None
+        given = None
+        if self._core.host_stream:
+            with _torch.without_modes():
+                given = self._row_cache.sums_like(x, head)
         exchange = getattr(matrix, EXCHANGE, 0)
         got = self._combine.run_ordered(
             ordered, x, topk_weights, first, second, matrix, head, source, given, exchange, config
