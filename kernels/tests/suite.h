@@ -300,9 +300,9 @@ uint64_t rdma_bytes_for(struct rank *me, int max_tokens, int hidden, int experts
     .size = sizeof(dk_##name##_params), .team = (team_)->handle, .stream = (team_)->me->stream, \
     .call = ++(team_)->calls[op], .timeout_ns = (team_)->timeout_ns                             \
   }
-/* Fails the case with the failure record's text if the team has failed. */
 /* Waits until this rank's work is done and its puts to other nodes have completed: it may leave. */
 void deliver(struct team *t);
+/* Fails the case with the failure record's text if the team has failed. */
 void expect_healthy(struct team *t);
 /* The team has failed: code, operation, peer (-2: any) as given. */
 void expect_failure(struct team *t, int32_t code, uint32_t op, int peer);
