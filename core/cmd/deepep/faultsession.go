@@ -352,11 +352,14 @@ func (s *faultSession) stopTogether(r *faultRound, j *faultJudge) error {
 	if _, err := s.ask(parked, faultOrder{Do: "park"}, "parked", r); err != nil {
 		return err
 	}
-	var most int64
-	for rank := range s.all {
-		if masked && rank == r.victim {
-			continue
+	var told []int // in this order, the parked one last
+	for i := range s.ranks {
+		if rank := (parked + 1 + i) % s.ranks; !masked || rank != r.victim {
+			told = append(told, rank)
 		}
+	}
+	var most int64
+	for _, rank := range told {
 		e, err := s.ask(rank, faultOrder{Do: "count"}, "count", r)
 		if err != nil {
 			return err
@@ -364,19 +367,15 @@ func (s *faultSession) stopTogether(r *faultRound, j *faultJudge) error {
 		most = max(most, e.Count)
 	}
 	until := faultOrder{Do: "until", UntilNum: most + stopMargin}
-	for rank := range s.all {
-		if rank == parked || masked && rank == r.victim {
-			continue
-		}
+	if masked {
+		_ = s.all[r.victim].order(until) // which may have ended, or be stopped
+	}
+	for _, rank := range told {
 		if _, err := s.ask(rank, until, "stopping", r); err != nil {
 			return err
 		}
 	}
-	if masked {
-		_ = s.all[r.victim].order(until) // which may have ended, or be stopped
-	}
-	_, err := s.ask(parked, until, "stopping", r)
-	return err
+	return nil
 }
 
 // ask gives a rank an order and waits for its answer, but for a rank that has ended the round, which collect finds, and
