@@ -35,14 +35,14 @@ from torch.multiprocessing.spawn import spawn
 import deep_ep
 from lib import document, ranks
 from lib.normal_mode import EXPERTS, TOP_K, Case
-from lib.startup import elastic_buffer, elastic_call, exchange_clock, low_latency_call, normal_call
+from lib.startup import LOW_LATENCY, NORMAL, V2, Mode, exchange_clock
 from lib.tables import Table, duration, machine, median
 
 CALLS = 20
 STEADY = slice(5, CALLS)  # calls 6 to 20
 CALLS_AFTER_WORK = 5
 WORK = {str(i): [i] * 20 for i in range(1000)}, b"\1" * (8 << 20)  # zeros would have no pages of their own
-NORMAL, LOW_LATENCY, V2 = MODES = ("normal", "low latency", "V2")
+MODES = {mode.name: mode for mode in (NORMAL, LOW_LATENCY, V2)}
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--engine", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--ranks", type=int, default=4, help="processes, one a GPU (4)")
     parser.add_argument("--lives", type=int, default=9, help="buffers, each in fresh processes, of each variant (9)")
-    parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES, help="(all)")
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES), help="(all)")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS), metavar="NAME", help="(all)")
     parser.add_argument("--tokens", type=int, nargs=2, default=(512, 128), help="normal and V2, low latency (512 128)")
     parser.add_argument("--hidden", type=int, default=7168, help="(7168)")
@@ -84,6 +84,8 @@ def parse_arguments() -> argparse.Namespace:
     for name, least in (("ranks", 1), ("lives", 1)):
         if getattr(options, name) < least:
             parser.error(f"--{name} is {getattr(options, name)}; at least {least} is needed")
+    if list(options.modes) == [V2.name] and not set(options.variants) & set(V2_VARIANTS):
+        parser.error(f"--variants: of V2 there are {' and '.join(map(repr, V2_VARIANTS))}")
     if options.markdown:
         document.check(parser, mark(options.engine), options.markdown)
     return options
@@ -94,16 +96,16 @@ def mark(engine: str) -> str:
     return f"bench/startup {engine}"
 
 
-def case_of(options: argparse.Namespace, mode: str) -> Case:
+def case_of(options: argparse.Namespace, mode: Mode) -> Case:
     """The shape of a mode's calls."""
-    return Case(options.ranks, options.tokens[mode == LOW_LATENCY], options.hidden)
+    return Case(options.ranks, options.tokens[mode is LOW_LATENCY], options.hidden)
 
 
-def sizes(case: Case, mode: str) -> dict[str, int]:
+def sizes(case: Case, mode: Mode) -> dict[str, int]:
     """The bytes that Buffer() needs. Asking for them tells the library the shape."""
-    if mode == V2:
+    if mode is V2:
         return {}
-    if mode == LOW_LATENCY:
+    if mode is LOW_LATENCY:
         hint = deep_ep.Buffer.get_low_latency_rdma_size_hint(case.tokens, case.hidden, case.ranks, EXPERTS)
         return {"num_rdma_bytes": hint}
     config = deep_ep.Buffer.get_dispatch_config(case.ranks)
@@ -128,43 +130,34 @@ def timed(call: Callable[[], None], team: ranks.Team) -> float:
     return time.perf_counter() - start
 
 
-def run_rank(rank: int, options: argparse.Namespace, mode: str, name: str, folder: str) -> None:
+def run_rank(rank: int, options: argparse.Namespace, mode_name: str, name: str, folder: str) -> None:
     """One rank's life."""
-    variant = VARIANTS[name]
+    mode, variant = MODES[mode_name], VARIANTS[name]
     team = ranks.join(rank, options.ranks, f"{folder}/rendezvous", [options.ranks], options.engine)[options.ranks]
     case = case_of(options, mode)
     bytes_needed: dict[str, Any] = json.loads(os.environ["STARTUP_SIZES"]) if not variant.shape else sizes(case, mode)
-    shape: dict[str, Any] = {
-        "num_tokens": case.tokens,
-        "hidden": case.hidden,
-        "num_topk": TOP_K,
-        "num_experts": EXPERTS,
-    }
-    told: dict[str, Any] = shape if variant.shape == "constructor" else {}
+    told: dict[str, Any] = {}
+    if variant.shape == "constructor":
+        told = {"num_tokens": case.tokens, "hidden": case.hidden, "num_topk": TOP_K, "num_experts": EXPERTS}
     figures: dict[str, Any] = {}
     team.meet()
     with exchange_clock() as clock:
         start = time.perf_counter()
-        if mode == V2:
-            buffer: Any = elastic_buffer(team, case)
+        if mode is V2:
+            buffer = mode.make(team, case)
         else:
             buffer = deep_ep.Buffer(
-                team.group, explicitly_destroy=True, engine=options.engine, low_latency_mode=mode == LOW_LATENCY,
+                team.group, explicitly_destroy=True, engine=options.engine, low_latency_mode=mode is LOW_LATENCY,
                 **bytes_needed, **variant.options, **told,
             )  # fmt: skip
         figures["construct"] = time.perf_counter() - start - clock.seconds
-    calls: dict[str, Callable[..., Callable[[], None]]]
-    calls = {NORMAL: normal_call, LOW_LATENCY: low_latency_call, V2: elastic_call}
-    call = calls[mode](buffer, team, case)
+    call = mode.call(buffer, team, case)
     start = time.perf_counter()
-    if variant.warm and mode == V2:
-        buffer.warmup(EXPERTS)
-        team.finish()
-    elif variant.warm:
-        given: dict[str, Any] = dict(shape) if variant.shape == "call" else {}
-        if given and mode == LOW_LATENCY:
-            given["num_max_dispatch_tokens_per_rank"] = given.pop("num_tokens")
-        buffer.warmup(**given)
+    if variant.warm:
+        if mode is V2 or variant.shape == "call":
+            mode.warm(buffer, case)
+        else:
+            buffer.warmup()
         team.finish()
     figures["warmup"] = time.perf_counter() - start
     rounds, faults, report = [], [], None
@@ -173,7 +166,7 @@ def run_rank(rank: int, options: argparse.Namespace, mode: str, name: str, folde
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
         rounds.append(timed(call, team))
         faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
-        if mode != V2:
+        if mode is not V2:
             report = report or buffer.startup_report()
     rounds_after_work = []
     for _ in range(CALLS_AFTER_WORK):
@@ -194,11 +187,11 @@ def run_rank(rank: int, options: argparse.Namespace, mode: str, name: str, folde
     ranks.leave()
 
 
-def life(options: argparse.Namespace, mode: str, name: str) -> dict[str, Any]:
+def life(options: argparse.Namespace, mode: Mode, name: str) -> dict[str, Any]:
     """Runs one life and returns its figures."""
     os.environ["STARTUP_SIZES"] = json.dumps(sizes(case_of(options, mode), mode))
     with tempfile.TemporaryDirectory(prefix="bench_startup_") as folder:
-        spawn(run_rank, (options, mode, name, folder), nprocs=options.ranks)  # type: ignore[no-untyped-call]
+        spawn(run_rank, (options, mode.name, name, folder), nprocs=options.ranks)  # type: ignore[no-untyped-call]
         return json.loads(Path(folder, "result.json").read_text())  # type: ignore[no-any-return]
 
 
@@ -207,15 +200,15 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     found: dict[str, Any] = {"engine": options.engine, "ranks": options.ranks, "tokens": list(options.tokens)}
     found |= {"hidden": options.hidden, "machine": machine(versions(options.engine)), "lives": {}}
     for turn in range(options.lives):
-        for mode in options.modes:
+        for mode in map(MODES.__getitem__, options.modes):
             for name in options.variants:
-                if mode == V2 and name not in V2_VARIANTS:
+                if mode is V2 and name not in V2_VARIANTS:
                     continue
-                lives = found["lives"].setdefault(mode, {}).setdefault(name, [])
+                lives = found["lives"].setdefault(mode.name, {}).setdefault(name, [])
                 lives.append(life(options, mode, name))
                 last = lives[-1]
                 shown = f"first {last['calls'][0] * 1e3:.2f} ms, first ÷ steady {ratio_of(last):.2f}"
-                print(f"{turn + 1} of {options.lives}, {mode}, {name}: {shown}", file=sys.stderr, flush=True)
+                print(f"{turn + 1} of {options.lives}, {mode.name}, {name}: {shown}", file=sys.stderr, flush=True)
                 if options.json:
                     options.json.write_text(json.dumps(found))
     return found
