@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import operator
 import os
 from dataclasses import dataclass, field
 from typing import Any
 
 from . import _abi, _torch
-from ._core import Core, Placed
+from ._core import Core
 from ._normal import NormalMode
 from ._normal_face import EXCHANGE
 from ._ordering import Ordering
@@ -345,7 +346,8 @@ class ElasticMode:
 
     def __init__(self, core: Core, normal: NormalMode, multiple_reduction: bool, hybrid: bool) -> None:
         self._core = core
-        self._normal, self.row_cache = normal, normal._row_cache
+        self._normal, self.row_cache = normal, normal.row_cache
+        self.rows_for = functools.partial(normal.row_cache.place, core)
         self._unreduced = not multiple_reduction
         self._direct = not hybrid
 
@@ -568,15 +570,6 @@ class ElasticMode:
     def config(self, kind: int, num_sms: int) -> Any:
         """deepep_config; on the CPU engine the number of SMs means nothing."""
         return self._normal._config(None, kind, 0 if self._core.host_stream else num_sms)
-
-    def rows_for(self, x: Tensor, rows: int) -> Placed:
-        """recv_x where torch's allocator alone will not do, and the segment and the offset there of its rows."""
-        core = self._core
-        pool = core.native.rows
-        if pool is not None and rows:
-            recv_x, offset = pool.place(x, rows) or (None, None)
-            return (recv_x, -1, 0) if offset is None else (recv_x, pool.index, offset)
-        return self.row_cache.rows_like(x, rows) if core.host_stream else None, -1, 0
 
     def _rows(self, x: Tensor, rows: int) -> tuple[Tensor, int, int]:
         recv_x, segment, offset = self.rows_for(x, rows)

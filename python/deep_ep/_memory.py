@@ -7,13 +7,16 @@ import inspect
 import math
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from . import _torch
 from ._torch import CPU, Tensor
 from .errors import switch
+
+if TYPE_CHECKING:
+    from ._core import Core, Placed
 
 RECYCLE = "DEEPEP_RECYCLE_OUTPUTS"
 _storage_uses: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
@@ -136,6 +139,14 @@ class RowCache:
         if not self.serves(prototype.numel() * prototype.itemsize):
             return _torch.empty_like(prototype)
         return self.empty(prototype.shape, prototype.dtype)
+
+    def place(self, core: Core, x: Tensor, rows: int) -> Placed:
+        """recv_x where torch's allocator alone will not do, and the segment and the offset there of its rows."""
+        pool = core.native.rows
+        if pool is not None and rows:
+            recv_x, offset = pool.place(x, rows) or (None, None)
+            return (recv_x, -1, 0) if offset is None else (recv_x, pool.index, offset)
+        return self.rows_like(x, rows) if core.host_stream else None, -1, 0
 
     def rows_like(self, x: Tensor, count: int) -> Tensor | None:
         """`count` rows like those of a matrix; None for the caller to allocate outputs that lie in no block."""

@@ -149,7 +149,7 @@ class NormalMode:
 
     def __init__(self, core: Core) -> None:
         self._core = core
-        self._row_cache = RowCache(BLOCKS_KEPT if core.recycle else 0)
+        self.row_cache = RowCache(BLOCKS_KEPT if core.recycle else 0)
         self.forget()
 
     def forget(self) -> None:
@@ -504,7 +504,7 @@ class NormalMode:
 
     def output_like(self, x: Tensor, *shape: int) -> Tensor:
         """Memory of x's dtype and device: the CPU engine's may be that of earlier outputs."""
-        return self._row_cache.empty(shape, x.dtype) if self._core.host_stream else _torch.like(x, *shape)
+        return self.row_cache.empty(shape, x.dtype) if self._core.host_stream else _torch.like(x, *shape)
 
     def _receive(self, payload: Payload, rows: int, topk_idx: OptionalTensor, topk_weights: OptionalTensor) -> Received:
         core = self._core
@@ -539,7 +539,7 @@ class NormalMode:
 
     def _opened_face(self) -> NormalFace | None:
         if self._face is None and self._has_face:
-            self._face = NormalFace.of(self._core, self._row_cache)
+            self._face = NormalFace.of(self._core, self.row_cache)
             self._has_face = self._face is not None
         return self._face
 

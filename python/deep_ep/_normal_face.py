@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from . import _abi, _face, _torch, errors
-from ._core import Core, Placed
+from ._core import Core
 from ._face import DATA, HANDLE, Entry, Given, New, Program, Site, Source, address, constant, number, size, stride
 from ._memory import RowCache
 from ._native import Launch
@@ -126,6 +126,7 @@ class NormalFace:
 
     def __init__(self, core: Core, row_cache: RowCache) -> None:
         self._core, self._row_cache = core, row_cache
+        self._rows_for = functools.partial(row_cache.place, core)
         self._lib = core.native.lib.with_gil
         self._wait_counts = counts_waiter(core)
         handle = (), _ROWS, _ROWS  # rank_prefix_matrix, send_head, recv_src_idx
@@ -236,19 +237,6 @@ class NormalFace:
             ordered, x, topk_weights, first, second, matrix, head, source, given, exchange, config
         )
         return got if type(got) is tuple else Missing.of(got, given)
-
-    # ---- their parts
-
-    def _rows_for(self, x: Tensor, rows: int) -> Placed:
-        """recv_x where it is not the module that allocates it, and the segment and the offset there of its rows."""
-        core = self._core
-        pool = core.native.rows
-        if pool is not None:
-            if not rows:
-                return None, -1, 0
-            recv_x, offset = pool.place(x, rows) or (None, None)
-            return (recv_x, -1, 0) if offset is None else (recv_x, pool.index, offset)
-        return self._row_cache.rows_like(x, rows) if core.host_stream else None, -1, 0
 
     # ---- plans, from a call of their kind that has passed every check
 

@@ -137,7 +137,7 @@ def _larger_blocks(buffer: Buffer, found: Any) -> None:
     tokens, held = found.num_tokens * LADDER[1], []
     while tokens <= MOST_TOKENS:
         rows = tokens * min(core.group_size, found.num_topk)
-        held.append(buffer._normal._row_cache.empty((rows, found.hidden), BF16).zero_())
+        held.append(buffer._normal.row_cache.empty((rows, found.hidden), BF16).zero_())
         tokens *= LADDER[1]
 
 

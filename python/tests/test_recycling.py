@@ -20,6 +20,7 @@ import elastic
 import lowlat
 import normal
 from cases import Case
+from conftest import test_device
 
 pytestmark = pytest.mark.skipif(
     not hasattr(torch._C, "_storage_Use_Count") and torch.version.cuda is None,
@@ -356,14 +357,14 @@ def rank_sums_used_again(ctx, v2):
             sums = combine(ctx, buffer, call, seed=turn)[0]
             seen.append(sums.data_ptr())
             del sums
-        cache = (buffer._mode if v2 else buffer)._normal._row_cache
+        cache = buffer._mode.row_cache if v2 else buffer._normal.row_cache
         assert seen[-1] in [block.storage.data_ptr() for block in cache._blocks]
         assert len(set(seen[1:])) == 1, f"sums that nobody held were at {seen}"  # the first call has no plan yet
         kept = [combine(ctx, buffer, call, seed=turn)[0] for turn in range(8)]
         assert len({sums.data_ptr() for sums in kept}) == len(kept)
 
 
-@pytest.mark.skipif(torch.version.cuda is not None and torch.cuda.is_available(), reason="the CPU engine's memory")
+@pytest.mark.skipif(test_device() != "cpu", reason="needs the CPU engine: on CUDA sums are torch's own memory")
 @pytest.mark.parametrize("v2", [False, True])
 def test_sums_used_again(pool, v2):
     pool.run(4, rank_sums_used_again, v2)
@@ -560,7 +561,7 @@ def rank_switched_off(ctx):
     with off, buffer_of(ctx, CASE, B, num_nvl_bytes=1 << 20) as buffer:
         many_calls(ctx, buffer)
         exchange = normal.dispatch_and_check(ctx, buffer, BIG)
-        assert not buffer._low_latency._outputs._row_cache._blocks and not buffer._normal._row_cache._blocks
+        assert not buffer._low_latency._outputs._row_cache._blocks and not buffer._normal.row_cache._blocks
         del exchange
     ctx.barrier()
     with (
